@@ -17,6 +17,7 @@ from posy.strategies.registry import read_settings
 from posy.strategies.run_settings import RunSettings
 
 if TYPE_CHECKING:
+    from posy.server_app.folds import CrossValidation
     from posy.server_app.recorder import Recorder
 
 APP = Path(__file__).resolve().parent.parent
@@ -74,7 +75,7 @@ def run_in_process(settings: Mapping[str, Any], where: str) -> int:
 
 def record_in_process(
     settings: Mapping[str, Any], where: str, begun: Callable[[Path], object] = lambda path: None
-) -> "Recorder":
+) -> "Recorder | CrossValidation":
     """Execute a run in this process and return its record; call ``begun`` with the run's directory once it exists."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -115,10 +116,15 @@ def resume_command(run: str, *words: str) -> str:
 def _print_how_to_resume(outcome: str, run: Path | None) -> None:
     """Print how a run ended and, unless it is complete, the command that resumes it."""
     finished, rounds = reached(run) if run else (0, 0)
-    if run is None or not finished:
+    if run is not None and (run / "fold-1").is_dir():
+        print(f"posy: {outcome}; resume with: {resume_command(run.name, *_output_folder(run))}", file=sys.stderr)
+    elif run is None or not finished:
         print(f"posy: {outcome} before the first checkpoint; results so far: {run or 'none'}", file=sys.stderr)
     elif outcome == "stopped" or finished < rounds:
-        folder = [] if run.parent == Path(RunSettings.output_dir).absolute() else [f"output-dir={run.parent}"]
-        print(
-            f"posy: {outcome} after round {finished}; resume with: {resume_command(run.name, *folder)}", file=sys.stderr
-        )
+        command = resume_command(run.name, *_output_folder(run))
+        print(f"posy: {outcome} after round {finished}; resume with: {command}", file=sys.stderr)
+
+
+def _output_folder(run: Path) -> list[str]:
+    """Return the setting that names the folder of a run, unless it is the default."""
+    return [] if run.parent == Path(RunSettings.output_dir).absolute() else [f"output-dir={run.parent}"]

@@ -87,6 +87,10 @@ LEGEND = (
     "diverged, and the mean covers only these seeds."
 )
 
+FOLDS_LEGEND = (
+    "With folds, each fold of a seed is one run: `seeds` counts runs, and deviations are over seeds and folds."
+)
+
 
 @dataclass(frozen=True, eq=False)
 class Cell:
@@ -101,6 +105,8 @@ class Cell:
     """Source of the settings, for error messages."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Sources of settings that do not come from ``where``."""
+    fold: int = 0
+    """The fold of cross-validation that is the test split; 0 without folds."""
 
     @property
     def place(self) -> str:
@@ -110,7 +116,7 @@ class Cell:
     @property
     def name(self) -> str:
         """Name of the cell in messages."""
-        return f"{self.place} / seed {self.seed}"
+        return f"{self.place} / seed {self.seed}" + (f" / fold {self.fold}" if self.fold else "")
 
     @property
     def method(self) -> str:
@@ -230,7 +236,7 @@ def run_table(plan: Plan, *, jobs: int, only_print: bool = False, begin: Start |
         if cell not in results:
             failures.setdefault(cell.name, DIVERGED if cell.summary("diverged") else "not finished")
     table = aggregate(results)
-    every_run = [Run(c.variant, c.row, c.method, c.seed, summary, c.path) for c, summary in results.items()]
+    every_run = [Run(c.variant, c.row, c.method, c.seed, summary, c.path, c.fold) for c, summary in results.items()]
     runs = [run for run in every_run if run.comparable]
     diverged = [(c.variant, c.seed, c.row) for c in plan.cells if c not in results and c.summary("diverged")]
     check_metrics(every_run)
@@ -360,15 +366,24 @@ def plan_of(
         method = str(config.get("method", RunSettings.method))
         check_own({**of_row, **special[row].get(variant, {})}, method, where)
         for seed in seeds:
-            paths = {"seed": seed, "output-dir": str(folder / variant / row), "run-name": f"seed-{seed}"}
-            cells.append(cell := Cell(variant, row, seed, config | paths, where, typed))
-            cell.decisive  # noqa: B018 - raise an error now if the settings are invalid
+            for fold in _folds(config):
+                name = f"seed-{seed}" + (f"-fold-{fold}" if fold else "")
+                paths = {"seed": seed, "output-dir": str(folder / variant / row), "run-name": name}
+                paths |= {"fold": fold} if fold else {}
+                cells.append(cell := Cell(variant, row, seed, config | paths, where, typed, fold))
+                cell.decisive  # noqa: B018 - raise an error now if the settings are invalid
         methods.add(method)
     effects.check(() if strict else overrides)
     if foreign := [key for key in sorted(overrides) if owner(key) not in (None, *methods)]:
         source = set_in(typed.get(foreign[0], str(file)))
         raise SettingsError(f"{foreign[0]} {source} is a setting of {owner(foreign[0])}, which no row of {file} runs")
     return Plan(content.get("title", file.stem), folder, tuple(cells), content, overrides=command_line)
+
+
+def _folds(config: Mapping[str, Any]) -> Sequence[int]:
+    """Return the folds for which a row of a table is run: all of them, the chosen one, or 0 without folds."""
+    folds, fold = config.get("folds", 0), config.get("fold", 0)
+    return range(1, folds + 1) if type(folds) is int and folds > 1 and not fold else [fold]
 
 
 def _cell_config(
@@ -594,6 +609,8 @@ def markdown(
             cells += [duration(row["seconds"]), size(row["bytes-up"]), size(row["bytes-down"]), str(row["dropped"])]
             lines.append(cells)
         parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines))
+    if any(cell.fold for cell in plan.cells):
+        parts.append(FOLDS_LEGEND)
     parts.append(LEGEND.format(metric=capitalised(metric.title) + " in %" * metric.in_percent))
     parts += [f"Machine: {line}." for line in machines(results)]
     if failures:

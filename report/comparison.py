@@ -33,7 +33,8 @@ LEGEND = (
     "with the same client under Local or FedAvg. `lose`: number of clients with a worse score than under Local or "
     "FedAvg, out of the clients of all seeds. `≈`: not significantly different from the best row. These differences, "
     "and the gains over local training, are tested with Wilcoxon's signed-rank test over the clients of all seeds at "
-    "5 %, adjusted for the number of rows (Holm). "
+    "5 %, adjusted for the number of rows (Holm). With folds, they are tested with the corrected resampled t-test over "
+    "the folds of all seeds instead. "
     "`6 of 60`: the figures cover 6 of the 60 clients that took part in all seeds. Rows are summarised over the "
     "clients that all rows cover. A row that covers fewer than nine tenths as many clients as the row with the most "
     "clients is summarised over its own clients, and is neither ranked nor the best row. "
@@ -44,6 +45,8 @@ MOST_NAMED = 12
 """Maximum number of clients up to which a table shows each client's score."""
 WORST = -1e300
 """Goodness of a diverged run. It is finite, so that the run can be ranked."""
+Repeat = tuple[int, int]
+"""A seed and a fold of cross-validation, which is 0 without folds."""
 Scores = Mapping[int, float]
 """The metric of each client for whose test samples it is defined."""
 
@@ -97,6 +100,51 @@ def gain(pairs: Sequence[tuple[Scores, Scores]], *, lower_is_better: bool = Fals
     return Gain(float(differences.mean()), int((differences < 0).sum()), len(differences), p)
 
 
+def gain_over_folds(
+    pairs: Mapping[Repeat, tuple[Scores, Scores]], folds: int, *, lower_is_better: bool = False
+) -> Gain | None:
+    """Compare two methods over the folds of one or more seeds.
+
+    A client's score is its mean over the folds of a seed. The test is the corrected resampled t-test on the mean
+    difference over the clients in each of the J folds: t = mean / sqrt((1 / J + n_test / n_train) variance) with J - 1
+    degrees of freedom and n_test / n_train = 1 / (folds - 1). The folds of a seed share training samples, and the seeds
+    share all samples, so an uncorrected test would find too many differences.
+
+    Parameters
+    ----------
+    pairs : mapping
+        The scores of the method and of the other method in each fold, each keyed by client.
+    folds : int
+        Number of folds of a seed.
+    lower_is_better : bool
+        Whether lower scores are better.
+
+    References
+    ----------
+    C. Nadeau, Y. Bengio: Inference for the Generalization Error, 2003, section 5. R. Bouckaert, E. Frank: Evaluating
+    the Replicability of Significance Tests for Comparing Learning Algorithms, 2004.
+    """
+    sign = -1 if lower_is_better else 1
+    of_clients: dict[tuple[int, int], list[float]] = {}
+    of_folds = []
+    for (seed, _), (scores, other) in sorted(pairs.items()):
+        differences = {c: sign * (scores[c] - other[c]) for c in sorted(scores.keys() & other.keys())}
+        for client, difference in differences.items():
+            of_clients.setdefault((seed, client), []).append(difference)
+        if differences:
+            of_folds.append(statistics.fmean(differences.values()))
+    if not of_folds:
+        return None
+    means = [statistics.fmean(differences) for differences in of_clients.values()]
+    mean, count = statistics.fmean(of_folds), len(of_folds)
+    variance = statistics.variance(of_folds) if count > 1 else 0.0
+    p = 1.0
+    if variance:
+        t = mean / math.sqrt((1 / count + 1 / (folds - 1)) * variance)
+        p = float(2 * stats.t.sf(abs(t), count - 1))
+    return Gain(statistics.fmean(means), sum(value < 0 for value in means), len(means), p)
+
+
 def holm(p: Sequence[float]) -> list[float]:
     """Return p-values adjusted for the number of tests (Holm, 1979)."""
     from statsmodels.stats.multitest import multipletests  # noqa: PLC0415 - takes a second
@@ -104,7 +152,7 @@ def holm(p: Sequence[float]) -> list[float]:
     return [float(value) for value in multipletests(p, method="holm")[1]] if p else []
 
 
-def over_same_clients(rows: Mapping[str, Mapping[int, Scores]]) -> dict[str, dict[int, dict[int, float]]]:
+def over_same_clients(rows: Mapping[str, Mapping[Repeat, Scores]]) -> dict[str, dict[Repeat, dict[int, float]]]:
     """Return the scores of the clients that all rows cover, without the rows that cover too few clients.
 
     Means over different clients, for example over a cohort and over all clients, are not comparable.
@@ -112,7 +160,7 @@ def over_same_clients(rows: Mapping[str, Mapping[int, Scores]]) -> dict[str, dic
     Parameters
     ----------
     rows : mapping
-        Scores of each row by seed and client. A seed without scores has no effect.
+        Scores of each row by seed and fold, and by client. A fold without scores has no effect.
 
     Returns
     -------
@@ -121,7 +169,7 @@ def over_same_clients(rows: Mapping[str, Mapping[int, Scores]]) -> dict[str, dic
         the number of clients in the fullest row.
     """
     measured = {row: {seed: scores for seed, scores in seeds.items() if scores} for row, seeds in rows.items()}
-    fullest: dict[int, int] = {}
+    fullest: dict[Repeat, int] = {}
     for seeds in measured.values():
         for seed, scores in seeds.items():
             fullest[seed] = max(len(scores), fullest.get(seed, 0))
@@ -221,6 +269,12 @@ class Run(NamedTuple):
     seed: int
     summary: Mapping[str, Any]
     path: Path
+    fold: int = 0
+
+    @property
+    def repeat(self) -> Repeat:
+        """The seed and the fold of the run."""
+        return self.seed, self.fold
 
     @property
     def point(self) -> str:
@@ -286,19 +340,22 @@ def over_clients(runs: Sequence[Run]) -> pd.DataFrame:
 def _compare_rows(rows: dict[str, list[Run]]) -> list[dict[str, Any]]:
     """Return the lines of :func:`over_clients` for the rows of one variant."""
     scores = {
-        (name, point): {run.seed: run.scores(point) for run in row_runs}
+        (name, point): {run.repeat: run.scores(point) for run in row_runs}
         for name, row_runs in rows.items()
         for point in ("served", "local")
     }
     points = {name: row_runs[0].point for name, row_runs in rows.items()}
     lower = next(iter(rows.values()))[0].metric.lower_is_better
+    folds = max(run.summary.get("folds", 0) for row_runs in rows.values() for run in row_runs)
 
     def gain_over(name: str, point: str, other: str | None) -> Gain | None:
         if other is None:
             return None
         tested, baseline = scores[name, point], scores[other, points[other]]
-        pairs = [(tested[seed], baseline[seed]) for seed in tested.keys() & baseline.keys()]
-        return gain(pairs, lower_is_better=lower)
+        pairs = {repeat: (tested[repeat], baseline[repeat]) for repeat in tested.keys() & baseline.keys()}
+        if folds:
+            return gain_over_folds(pairs, folds, lower_is_better=lower)
+        return gain(list(pairs.values()), lower_is_better=lower)
 
     of_rows = {name: scores[name, points[name]] for name in rows}
     same = over_same_clients(of_rows)
@@ -333,7 +390,7 @@ def _goodness(score: float, lower_is_better: bool) -> float:
 
 
 def _summarise_clients(
-    runs: Sequence[Run], measured: Mapping[int, Scores], shared: Mapping[int, Scores] | None
+    runs: Sequence[Run], measured: Mapping[Repeat, Scores], shared: Mapping[Repeat, Scores] | None
 ) -> dict[str, Any]:
     """Return the figures of a row over its clients.
 
@@ -347,7 +404,7 @@ def _summarise_clients(
     for column, key in (("mean", "mean"), ("worst", worst), ("tenth", "tenth"), ("std", "std"), ("jain", "jain")):
         line[column] = average(dict(over)[key] for over in spreads)
     line["clients"] = sum(over["clients"] for over in spreads)
-    line["members"] = sum(members_of(run.summary) for run in runs if measured[run.seed])
+    line["members"] = sum(members_of(run.summary) for run in runs if measured[run.repeat])
     line["ranked"] = shared is not None
     return line
 
@@ -375,17 +432,20 @@ def scores_by_block(runs: Sequence[Run], diverged: Iterable[tuple[str, int, str]
         blocks.setdefault((variant, seed), {})[row] = WORST
     partial: set[str] = set()
     for variant in dict.fromkeys(run.variant for run in runs):
-        of_rows: dict[str, dict[int, dict[int, float]]] = {}
+        of_rows: dict[str, dict[Repeat, dict[int, float]]] = {}
         for run in runs:
             if run.variant == variant:
-                of_rows.setdefault(run.row, {})[run.seed] = run.scores(run.point)
+                of_rows.setdefault(run.row, {})[run.repeat] = run.scores(run.point)
                 lower = run.metric.lower_is_better
         same = over_same_clients(of_rows)
         partial |= of_rows.keys() - same.keys()
-        for row, seeds in of_rows.items():
-            for seed in seeds:
-                over = _spread_over(same.get(row, {}).get(seed, {}), lower)
-                blocks.setdefault((variant, seed), {})[row] = _goodness(over["mean"], lower) if over else float("nan")
+        for row, repeats in of_rows.items():
+            goodness: dict[int, list[float]] = {}
+            for repeat in repeats:
+                over = _spread_over(same.get(row, {}).get(repeat, {}), lower)
+                goodness.setdefault(repeat[0], []).append(_goodness(over["mean"], lower) if over else float("nan"))
+            for seed, values in goodness.items():  # the folds of a seed are one block
+                blocks.setdefault((variant, seed), {})[row] = statistics.fmean(values)
     return pd.DataFrame.from_dict(blocks, orient="index").drop(columns=[*partial])
 
 

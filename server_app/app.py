@@ -22,12 +22,13 @@ from posy.flower import ErrorsOnOneLine, in_simulation
 from posy.server_app.checkpoints import resumption
 from posy.server_app.delivery import PollingGrid
 from posy.server_app.federation import Federation
+from posy.server_app.folds import CrossValidation, cross_validation, interrupted
 from posy.server_app.grids import WaveGrid
 from posy.server_app.in_process import InProcessGrid
 from posy.server_app.pace import Pace
 from posy.server_app.recorder import Recorder
 from posy.server_app.results import RunDirectory
-from posy.server_app.resume import StoredRun
+from posy.server_app.resume import CONFIG, StoredRun
 from posy.server_app.run_status import RunStatus, WatchedGrid
 from posy.server_app.trackers.tracking import find
 from posy.server_app.waiting import WaitLog
@@ -73,8 +74,8 @@ def run(
     where: str = "the run config",
     begun: Callable[[Path], object] = lambda path: None,
     status: RunStatus | None = None,
-) -> Recorder:
-    """Run an experiment on a grid.
+) -> Recorder | CrossValidation:
+    """Run an experiment on a grid, or with ``folds`` and without ``fold`` one experiment for each fold.
 
     Parameters
     ----------
@@ -95,6 +96,13 @@ def run(
         After the last round, if no client's training or no client's evaluation was accepted, or if training has
         diverged. Also if the run's files cannot be written.
     """
+    if (resumed := interrupted(user_settings, where)) is not None:
+        changes = {key: value for key, value in user_settings.items() if key not in ("resume", "output-dir")}
+        return _cross_validate(grid, {"experiment": str(resumed / CONFIG), **changes}, where, begun, status, resumed)
+    if not user_settings.get("resume"):
+        data = read_settings(user_settings, where).data
+        if data.folds and not data.fold:
+            return _cross_validate(grid, user_settings, where, begun, status)
     with named_sources(user_settings, where):
         stored = StoredRun.find(user_settings, where)
     stored_settings = stored.settings if stored else None
@@ -103,6 +111,34 @@ def run(
         log(WARNING, "%s", notice)
     with named_sources(user_settings, where, stored_settings):
         return _run(grid, settings, stored, begun, status)
+
+
+def _cross_validate(
+    grid: Grid | None,
+    user_settings: Mapping[str, Any],
+    where: str,
+    begun: Callable[[Path], object],
+    status: RunStatus | None,
+    resumed: Path | None = None,
+) -> CrossValidation:
+    """Run an experiment for each fold; ``resumed`` is the directory of an interrupted cross-validation."""
+    settings = read_settings(user_settings, where)
+    if settings.data.dataset == SITES:
+        raise SettingsError(
+            f"folds = {settings.data.folds}: a site accepts one split in a run; submit a run for each fold (fold = 1 to "
+            f"{settings.data.folds})"
+        )
+
+    def train(changes: Mapping[str, Any]) -> Recorder:
+        base = {} if "resume" in changes else user_settings
+        recorder = run(grid, {**base, **changes}, where, status=status)
+        assert isinstance(recorder, Recorder)
+        return recorder
+
+    validation = cross_validation(settings, resumed)
+    begun(validation.directory.path)
+    validation.run(train)
+    return validation
 
 
 def _run(

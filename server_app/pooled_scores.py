@@ -21,7 +21,7 @@ MAJORITY = 0.8
 
 
 def pooled_scores(
-    folder: Path, clients: Mapping[str, Sequence[int]], task: Task, run: RunSettings, point: str
+    folders: Sequence[Path], clients: Mapping[str, Sequence[int]], task: Task, run: RunSettings, point: str
 ) -> dict[str, Any]:
     """Return the metrics over the test samples of all clients, keyed by evaluation point.
 
@@ -30,8 +30,8 @@ def pooled_scores(
 
     Parameters
     ----------
-    folder : Path
-        The folder with the clients' predictions, in files named after the point and the client.
+    folders : sequence of Path
+        The folders with the clients' predictions, in files named after the point and the client.
     clients : mapping of str to sequence of int
         The clients with scores at each evaluation point. A client without a file is skipped.
     task : Task
@@ -44,7 +44,7 @@ def pooled_scores(
     names = [metric.name for metric in metrics_for(task.target, task.num_classes)]
     scores: dict[str, Any] = {}
     for at in POINTS:
-        predictions = read_clients(folder, clients[at], task, run, at)
+        predictions = read_clients(folders, clients[at], task, run, at)
         if not len(predictions.y):
             continue
         values = values_of(predictions, names)
@@ -60,7 +60,9 @@ def pooled_scores(
     return scores
 
 
-def read_clients(folder: Path, clients: Sequence[int], task: Task, run: RunSettings, point: str) -> Predictions:
+def read_clients(
+    folders: Sequence[Path], clients: Sequence[int], task: Task, run: RunSettings, point: str
+) -> Predictions:
     """Return the predictions for the test samples of several clients at an evaluation point."""
     names = task.class_names
     shape = (0,) if task.target == CLASSES else (0, len(names))
@@ -69,8 +71,8 @@ def read_clients(folder: Path, clients: Sequence[int], task: Task, run: RunSetti
     empty = Predictions(
         task.target, np.empty(shape, kind), np.empty((0, len(names))), positive, run.threshold, run.fixed_sensitivity
     )
-    paths = [path for client in clients if (path := folder / f"{point}-{client}.csv").is_file()]
-    parts = [empty, *(read_predictions(path, empty, names) for path in paths)]
+    paths = [folder / f"{point}-{client}.csv" for folder in folders for client in clients]
+    parts = [empty, *(read_predictions(path, empty, names) for path in paths if path.is_file())]
     y, outputs = (np.concatenate([getattr(part, name) for part in parts]) for name in ("y", "outputs"))
     return replace(empty, y=y, outputs=outputs)
 

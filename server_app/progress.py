@@ -202,6 +202,7 @@ def results_table(summary: Mapping[str, Any], path: Path) -> str:
         "clients": _clients(summary),
         "scores of clients": summary.get("client-scores", ""),
         "privacy": guarantee(summary["privacy"]) if "privacy" in summary else "",
+        "folds": _folds(summary),
         "seed": str(summary["seed"]),
         "time": duration(summary["seconds"]),
         "bytes": f"{size(summary['bytes-up'])} up, {size(summary['bytes-down'])} down",
@@ -311,6 +312,15 @@ def _aligned(facts: Mapping[str, str]) -> list[str]:
     texts = {key: text for key, text in facts.items() if text}
     width = max(map(len, ("system accuracy", *texts)))
     return [f"{key:<{width}}  {text}" for key, text in texts.items()]
+
+
+def _folds(summary: Mapping[str, Any]) -> str:
+    """Return the fold of a run, or the number of folds that a cross-validation has finished."""
+    if "fold" in summary:
+        return f"{summary['fold']} of {summary['folds']}"
+    if "folds" in summary:
+        return f"{len(summary['runs'])} of {summary['folds']}; scores over the test samples of all folds"
+    return ""
 
 
 def _clients(summary: Mapping[str, Any]) -> str:

@@ -165,7 +165,7 @@ class Recorder:
         name = self.columns.metric.name
         clients = {p: [c for c, row in rows.items() if column_of(p, name) in row] for p in POINTS}
         try:
-            self.pooled = pooled_scores(folder, clients, task, run, point)
+            self.pooled = pooled_scores([folder], clients, task, run, point)
         except (ValueError, LookupError) as error:
             log(WARNING, "the predictions in %s cannot be read: %s", folder, error)
         if not run.save_predictions:
@@ -363,6 +363,7 @@ class Recorder:
                 "num-clients": settings.data.num_clients,
                 "rounds": self.rounds,
                 "seed": settings.run.seed,
+                **({"folds": settings.data.folds, "fold": settings.data.fold} if settings.data.fold else {}),
                 "seconds": time.perf_counter() - self._started,
                 **peak_memory(self.workspace.device),
                 **self.totals.summary(self.columns.metric, settings.run.average_rounds),

@@ -1,15 +1,20 @@
 """Stratified splits, splits by patient, and folds, in process and at sites."""
 
+import csv
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from scipy import stats
 
+import posy
 from posy.client_app.policy import violations
+from posy.commands.table import plan_of, run_table
 from posy.data.columns import Columns
 from posy.data.datasets import load_clients
 from posy.data.errors import DataError
@@ -19,6 +24,9 @@ from posy.data.readers.own import read_own
 from posy.data.settings import DataSettings
 from posy.data.sites import read_site, site_split
 from posy.data.splits import RANDOM, Strata, count_aside, split, split_folds
+from posy.report.comparison import gain_over_folds
+from posy.server_app.app import run
+from posy.server_app.recorder import Recorder
 from posy.settings import SettingsError
 
 POLICY = Policy(min_rows=2)
@@ -165,7 +173,7 @@ def test_folds_need_test_samples_that_posy_selects(tmp_path: Path) -> None:
     x, y = np.zeros((20, 2), np.float32), np.arange(20) % 2
     np.savez(tmp_path / "a.npz", x_train=x, y_train=y, x_test=x, y_test=y)
     settings = DataSettings(dataset="a.npz", partition="iid", num_clients=2, folds=2, fold=1)
-    with pytest.raises(SettingsError, match="folds = 2: a.npz comes with a test set"):
+    with pytest.raises(SettingsError, match=r"folds = 2: a\.npz comes with a test set"):
         load_clients(settings, tmp_path, 0)
     part = load_clients(replace(settings, test_set="pooled"), tmp_path, 0)[1]
     assert [len(rows) for rows in part.test] == [10, 10]
@@ -215,3 +223,93 @@ def test_a_site_refuses_folds_unless_its_policy_allows_them(tmp_path: Path) -> N
     with pytest.raises(DataError) as raised:
         site_split(content, DataSettings(dataset="sites", folds=4, fold=1), replace(allowed, min_rows=11))
     assert raised.value.code == "too-few-rows"
+
+
+# -- runs over all folds -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def heart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """Return the settings of a short run on a table of two hospitals with 24 rows each."""
+    monkeypatch.chdir(tmp_path)
+    path = table(tmp_path / "a.csv", rows=24, rare=8)
+    common = {"partition": "natural", "group_column": "hospital", "input_columns": "age", "num_clients": 2}
+    short = {"method": "fedavg", "model": "linear", "num_server_rounds": 2, "local_epochs": 1, "device": "cpu"}
+    return {"dataset": str(path), **common, **short, "folds": 3, "run_name": "cv", "save_predictions": True}
+
+
+def test_a_run_with_folds_scores_every_sample_once(heart: dict[str, object]) -> None:
+    record = posy.run(**heart)
+    assert record.summary["status"] == "completed" and [entry["fold"] for entry in record.summary["runs"]] == [1, 2, 3]
+    for client, hospital in enumerate(("h0", "h1")):
+        samples, hits = [], []
+        for fold in range(1, 4):
+            lines = (record.path / f"fold-{fold}/predictions/served-{client}.csv").read_text().splitlines()
+            for row in csv.DictReader(lines):
+                samples.append(int(row["sample"]))
+                predicted = max(("ill", "well"), key=lambda name, row=row: float(row[f"p({name})"]))
+                hits.append(predicted == row["label"])
+        assert sorted(samples) == list(range(24 * client, 24 * client + 24))
+        row = record.clients.set_index("partition").loc[client]
+        assert row["served_accuracy"] == pytest.approx(np.mean(hits)) and row["n_test"] == 24
+        assert record.summary["sites"][client] == hospital
+    pooled = record.summary["pooled"]["served"]
+    assert pooled["samples"] == 48 and np.sum(pooled["confusion"]) == 48
+    last = record.summary["served"]["last"]
+    assert last["mean"] == pytest.approx(record.clients["served_accuracy"].mean())
+
+
+def test_a_stopped_run_with_folds_resumes(heart: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = posy.run(**{**heart, "run_name": "whole"})
+    finish, number = Recorder.finish_round, 0
+
+    def stop(self: Recorder, *arguments: object) -> None:
+        nonlocal number
+        finish(self, *arguments)
+        number += 1
+        if number == 5:  # after the first round of the second fold; round 0 also counts
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Recorder, "finish_round", stop)
+        with pytest.raises(KeyboardInterrupt):
+            posy.run(**heart)
+    assert posy.load("cv").summary["status"] == "stopped"
+    resumed = posy.run(resume="cv")
+    for key in ("served", "local", "pooled", "runs"):
+        assert resumed.summary[key] == whole.summary[key]
+    with pytest.raises(SettingsError, match="all folds are complete"):
+        posy.run(resume="cv")
+
+
+def test_a_site_refuses_a_run_over_all_folds() -> None:
+    with pytest.raises(SettingsError, match="folds = 3: a site accepts one split in a run"):
+        run(None, {"dataset": "sites", "folds": 3})
+
+
+def test_a_table_has_a_run_for_each_fold(heart: dict[str, object], tmp_path: Path) -> None:
+    settings = {key.replace("_", "-"): value for key, value in heart.items() if key not in ("run_name", "method")}
+    rows = [{"name": name, "settings": {"method": name}} for name in ("fedavg", "local")]
+    content = {"settings": {**settings, "folds": 2}, "seeds": [0, 1], "runs": rows, "output": str(tmp_path / "out")}
+    plan = plan_of(content, tmp_path / "t.yaml", {})
+    assert len(plan.cells) == 8
+    assert plan.cells[3].name == "fedavg / seed 1 / fold 2" and plan.cells[3].config["fold"] == 2
+    assert run_table(plan, jobs=1) == 0
+    text = (tmp_path / "out/table.md").read_text()
+    assert "corrected resampled t-test" in text and "| fedavg | 4/4 |" in text
+    clients = pd.read_csv(tmp_path / "out/clients.csv").set_index("method")
+    assert clients.loc["local", "losing-fedavg"].endswith("/4")  # two clients in two seeds
+
+
+def test_the_corrected_t_test_by_hand() -> None:
+    """Five folds with the mean differences 0.1, 0.2, 0.3, 0.2, 0.2: variance 0.005, t = 0.2 / sqrt(0.45 x 0.005)."""
+    differences = (0.1, 0.2, 0.3, 0.2, 0.2)
+    pairs = {(0, k): ({0: 0.5 + d, 1: 0.4 + d}, {0: 0.5, 1: 0.4}) for k, d in enumerate(differences, 1)}
+    result = gain_over_folds(pairs, 5)
+    assert result is not None and result.mean == pytest.approx(0.2) and (result.losing, result.clients) == (0, 2)
+    t = 0.2 / np.sqrt((1 / 5 + 1 / 4) * 0.005)
+    assert result.p == pytest.approx(2 * stats.t.sf(t, 4))
+    assert result.p > 2 * stats.t.sf(0.2 / np.sqrt(0.005 / 5), 4)  # the uncorrected test
+    worse = gain_over_folds(pairs, 5, lower_is_better=True)
+    assert worse is not None and worse.losing == 2 and worse.mean == pytest.approx(-0.2)
+    assert gain_over_folds({}, 5) is None

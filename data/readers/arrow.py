@@ -206,7 +206,7 @@ def _content(
         notes += [*name_notes(columns_used, header), *column_notes(x, categories, columns_used)]
         return Content(
             path, "features", x, y, groups, is_test, columns=columns_used, group_names=group_names,
-            read_notes=tuple(notes), categories=categories,
+            read_notes=tuple(notes), categories=categories, split_groups=split_groups,
         )  # fmt: skip
     if assigned.inputs[0] in images:
         attributes = {"groups": groups, "is_test": is_test, "split_groups": split_groups}

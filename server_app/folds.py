@@ -1,0 +1,207 @@
+"""Cross-validation: one training for each fold, and one summary in which each client's test samples are all its samples."""
+
+import shutil
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from logging import INFO
+from pathlib import Path
+from typing import Any
+
+from flwr.common.logger import log
+
+from posy.extensions import key_prefix
+from posy.metrics import column_of
+from posy.paths import absolute
+from posy.server_app.pooled_scores import majority_notice, pooled_scores, read_clients
+from posy.server_app.progress import results_table
+from posy.server_app.record import Record
+from posy.server_app.recorder import NOT_AVAILABLE, Recorder
+from posy.server_app.results import RunDirectory, Status
+from posy.server_app.resume import CONFIG, checkpoint_rounds, read_summary
+from posy.scores import values_of
+from posy.settings import SettingsError
+from posy.spread import spread
+from posy.strategies.columns import POINTS
+from posy.strategies.registry import with_experiment
+from posy.strategies.run_settings import RunSettings
+from posy.strategies.settings import Settings
+
+Train = Callable[[Mapping[str, Any]], Recorder]
+"""Type of a function that executes a run with some settings changed."""
+
+
+@dataclass
+class CrossValidation:
+    """The runs of all folds, in the folders ``fold-1``, ``fold-2``, … of one directory."""
+
+    settings: Settings
+    directory: RunDirectory
+    summary: dict[str, Any] = field(default_factory=dict)
+    _started: float = field(default_factory=time.perf_counter)
+    _recorder: Recorder | None = None
+
+    def run(self, train: Train) -> None:
+        """Train the folds that have not finished, and write the summary of all folds.
+
+        A fold that was interrupted after a checkpoint resumes from it.
+        """
+        status: Status = "failed"
+        try:
+            for fold in range(1, self.settings.data.folds + 1):
+                self._train(fold, train)
+            status = "completed"
+        except KeyboardInterrupt:
+            status = "stopped"
+            raise
+        finally:
+            self._write_summary(status)
+            self.directory.release()
+        print(results_table(self.summary, self.directory.path), flush=True)
+
+    def record(self) -> Record:
+        """Return the record of the summary. The folders of the folds contain the models."""
+        return Record(self.directory.path)
+
+    def _folder(self, fold: int) -> Path:
+        return self.directory.path / f"fold-{fold}"
+
+    def _train(self, fold: int, train: Train) -> None:
+        path = self._folder(fold)
+        changes: dict[str, Any] = {"output-dir": str(self.directory.path)}
+        if read_summary(path).get("status") == "completed":
+            return
+        log(INFO, "Fold %s of %s", fold, self.settings.data.folds)
+        if checkpoint_rounds(path):
+            changes["resume"] = path.name
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+            keeps_predictions = not self.settings.run.secure_aggregation
+            changes |= {"fold": fold, "run-name": path.name, "save-predictions": keeps_predictions}
+        self._recorder = train(changes)
+
+    def _write_summary(self, status: Status) -> None:
+        """Write ``summary.json`` and ``clients.csv``, whose scores cover the test samples of all finished folds."""
+        settings, run = self.settings, self.settings.run
+        folds = range(1, settings.data.folds + 1)
+        finished = {fold: s for fold in folds if (s := read_summary(self._folder(fold))).get("status") == "completed"}
+        summary: dict[str, Any] = {
+            "status": status,
+            "method": key_prefix(run.method),
+            "point": settings.method.point,
+            "dataset": settings.data.dataset,
+            "num-clients": settings.data.num_clients,
+            "rounds": max((each["rounds"] for each in finished.values()), default=0),
+            "seed": run.seed,
+            "seconds": sum(each["seconds"] for each in finished.values()),
+            **{key: sum(each[key] for each in finished.values()) for key in ("bytes-up", "bytes-down", "samples")},
+            "dropped": sum((Counter(each["dropped"]) for each in finished.values()), Counter()),
+            "missing": [],
+            "system-accuracy": None,
+            "folds": settings.data.folds,
+            "runs": [_fold_entry(fold, each) for fold, each in finished.items()],
+            **{point: {"last": None, "best": None, "upper-bound": None} for point in POINTS},
+        }
+        for key in ("metric", "sites"):
+            summary |= {key: each[key] for each in finished.values() if key in each}
+        if self._recorder is not None and "metric" in summary:
+            summary |= self._scores(self._recorder, list(finished), summary)
+        self.summary = self.directory.write_summary(summary)
+
+    def _scores(self, recorder: Recorder, folds: list[int], summary: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the scores over each client's out-of-fold predictions, and over all of them."""
+        run, task, point = self.settings.run, recorder.workspace.task, self.settings.method.point
+        folders = [self._folder(fold) / "predictions" for fold in folds]
+        if not any(folder.is_dir() for folder in folders):
+            hidden = {"client-scores": NOT_AVAILABLE} if run.secure_aggregation else {}
+            return {**_over_sums(summary), **hidden}
+        columns, rounds = recorder.columns, summary["rounds"]
+        names = (columns.metric.name, *columns.other_metrics)
+        clients = range(self.settings.data.num_clients)
+        rows: dict[int, dict[str, Any]] = {client: {} for client in clients}
+        for client in clients:
+            for at in POINTS:
+                predictions = read_clients(folders, [client], task, run, at)
+                if len(predictions.y):
+                    values = values_of(predictions, names)
+                    rows[client] |= {column_of(at, name): value for name, value in values.items()}
+                    rows[client]["n_test"] = len(predictions.y)
+        rows = {client: row for client, row in rows.items() if row}
+        over_clients = {
+            column: spread(
+                [row[column] for row in rows.values() if column in row],
+                [row["n_test"] for row in rows.values() if column in row],
+                lower_is_better=columns.lower_is_better(column),
+            )
+            for column in (column_of(at, name) for at in POINTS for name in names)
+        }
+        self.directory.columns = recorder.directory.columns
+        self.directory.grown["clients.csv"] = []
+        (self.directory.path / "clients.csv").unlink(missing_ok=True)
+        self.directory.append_clients({"round": rounds, "partition": c, **row} for c, row in rows.items())
+        pooled = pooled_scores(folders, dict.fromkeys(POINTS, list(clients)), task, run, point)
+        if not run.save_predictions and len(folds) == self.settings.data.folds:
+            for folder in folders:
+                shutil.rmtree(folder)
+        notice = majority_notice(pooled, task.class_names, columns.metric, point)
+        scores = {
+            at: {
+                "last": {"round": rounds, **over, "missing": 0} if (over := over_clients[name]) else None,
+                "best": None,
+                "upper-bound": None,
+            }
+            for at in POINTS
+            for name in (column_of(at, columns.metric.name),)
+        }
+        reported = {column: over for column, over in over_clients.items() if over}
+        notices = {"notices": [notice]} if notice else {}
+        return {**scores, "metrics": {"round": rounds, **reported}, "pooled": pooled, **notices}
+
+
+def _fold_entry(fold: int, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the means of a fold's last round."""
+    means = {point: (summary[point]["last"] or {}).get("mean") for point in POINTS}
+    return {"fold": fold, "rounds": summary["rounds"], **means}
+
+
+def _over_sums(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the mean over the folds of each point's mean. The server knows neither single clients nor predictions."""
+    scores: dict[str, Any] = {}
+    for point in POINTS:
+        means = [each[point] for each in summary["runs"] if each[point] is not None]
+        spread_of = {"mean": statistics.fmean(means) if means else None, "clients": summary["num-clients"]}
+        spread_of |= dict.fromkeys(("std", "min", "max", "tenth", "weighted", "jain"))
+        last = {"round": summary["rounds"], **spread_of, "missing": 0} if means else None
+        scores[point] = {"last": last, "best": None, "upper-bound": None}
+    return scores
+
+
+def interrupted(user_settings: Mapping[str, Any], where: str) -> Path | None:
+    """Return the directory of the cross-validation that the settings resume, or None."""
+    name = user_settings.get("resume")
+    if not name:
+        return None
+    values = with_experiment(user_settings, where)
+    path = absolute(str(values.get("output-dir", RunSettings.output_dir))) / str(name)
+    return path if (path / CONFIG).is_file() and "runs" in read_summary(path) else None
+
+
+def cross_validation(settings: Settings, resumed: Path | None) -> CrossValidation:
+    """Return the cross-validation for some settings, in a new directory or in ``resumed``."""
+    run = settings.run
+    if resumed is None:
+        dataset, timestamp = Path(settings.data.dataset).name, time.strftime("%Y%m%d-%H%M%S")
+        name = run.run_name or f"{key_prefix(run.method)}-{dataset}-folds{settings.data.folds}-{timestamp}"
+        directory = RunDirectory.create(Path(run.output_dir), name)
+        directory.write_config(settings.as_config())
+    else:
+        if read_summary(resumed).get("status") == "completed":
+            raise SettingsError(f"resume = {resumed.name!r}: all folds are complete")
+        directory = RunDirectory(resumed, "")
+    for folder in (directory.models, directory.figures):  # the folds have their own
+        with suppress(OSError):
+            folder.rmdir()
+    return CrossValidation(settings, directory)
