@@ -113,6 +113,12 @@ def chosen(
     return None if selected is None else next((e for e in evaluations if e.round == selected.round), None)
 
 
+def evaluations_since_best(evaluations: Sequence[Evaluation], *, lower_is_better: bool = False) -> int:
+    """Return the number of evaluations after the best one (:func:`best`); 0 if there is none."""
+    selected = best(evaluations, lower_is_better=lower_is_better)
+    return 0 if selected is None else sum(e.round > selected.round for e in evaluations)
+
+
 def over_rounds(evaluations: Sequence[Evaluation], rounds: int) -> dict[str, Any] | None:
     """Return the mean of each measure over the evaluations of the last rounds, or None if there are none.
 

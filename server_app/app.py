@@ -125,8 +125,8 @@ def _cross_validate(
     settings = read_settings(user_settings, where)
     if settings.data.dataset == SITES:
         raise SettingsError(
-            f"folds = {settings.data.folds}: a site accepts one split in a run; submit a run for each fold (fold = 1 to "
-            f"{settings.data.folds})"
+            f"folds = {settings.data.folds}: a site accepts one split in a run; submit a run for each fold, with "
+            f"fold = 1 to fold = {settings.data.folds}"
         )
 
     def train(changes: Mapping[str, Any]) -> Recorder:

@@ -182,13 +182,15 @@ def resumption(
         raise SettingsError(
             f"num-server-rounds = {run.num_server_rounds}: {run.resume!r} has already finished {last_round} rounds"
         )
-    if last_round == run.num_server_rounds and read_summary(directory.path).get("status") in (
+    ended = checkpoint.progress.get("patience-ended", 0)
+    end = ended + 1 if ended else 0
+    if last_round in (run.num_server_rounds, end) and read_summary(directory.path).get("status") in (
         "completed",
         "diverged",
     ):
         raise SettingsError(
-            f"resume = {run.resume!r}: its {last_round} rounds are complete; to continue the run, set a larger "
-            "num-server-rounds"
+            f"resume = {run.resume!r}: its {last_round} rounds are complete"
+            + ("; patience has ended it" if end else "; to continue the run, set a larger num-server-rounds")
         )
     entry = {
         "round": last_round,

@@ -1,4 +1,4 @@
-"""Cross-validation: one training for each fold, and one summary in which each client's test samples are all its samples."""
+"""Cross-validation: one training for each fold, and one summary over all test samples."""
 
 import shutil
 import statistics
@@ -16,13 +16,13 @@ from flwr.common.logger import log
 from posy.extensions import key_prefix
 from posy.metrics import column_of
 from posy.paths import absolute
+from posy.scores import values_of
 from posy.server_app.pooled_scores import majority_notice, pooled_scores, read_clients
 from posy.server_app.progress import results_table
 from posy.server_app.record import Record
 from posy.server_app.recorder import NOT_AVAILABLE, Recorder
 from posy.server_app.results import RunDirectory, Status
 from posy.server_app.resume import CONFIG, checkpoint_rounds, read_summary
-from posy.scores import values_of
 from posy.settings import SettingsError
 from posy.spread import spread
 from posy.strategies.columns import POINTS
@@ -105,8 +105,8 @@ class CrossValidation:
             "runs": [_fold_entry(fold, each) for fold, each in finished.items()],
             **{point: {"last": None, "best": None, "upper-bound": None} for point in POINTS},
         }
-        for key in ("metric", "sites"):
-            summary |= {key: each[key] for each in finished.values() if key in each}
+        for each in finished.values():
+            summary |= {key: each[key] for key in ("metric", "sites") if key in each}
         if self._recorder is not None and "metric" in summary:
             summary |= self._scores(self._recorder, list(finished), summary)
         self.summary = self.directory.write_summary(summary)
@@ -142,7 +142,7 @@ class CrossValidation:
         self.directory.grown["clients.csv"] = []
         (self.directory.path / "clients.csv").unlink(missing_ok=True)
         self.directory.append_clients({"round": rounds, "partition": c, **row} for c, row in rows.items())
-        pooled = pooled_scores(folders, dict.fromkeys(POINTS, list(clients)), task, run, point)
+        pooled = pooled_scores(folders, {at: list(clients) for at in POINTS}, task, run, point)
         if not run.save_predictions and len(folds) == self.settings.data.folds:
             for folder in folders:
                 shutil.rmtree(folder)

@@ -203,6 +203,7 @@ def results_table(summary: Mapping[str, Any], path: Path) -> str:
         "scores of clients": summary.get("client-scores", ""),
         "privacy": guarantee(summary["privacy"]) if "privacy" in summary else "",
         "folds": _folds(summary),
+        "stopped early": _early_stop(summary),
         "seed": str(summary["seed"]),
         "time": duration(summary["seconds"]),
         "bytes": f"{size(summary['bytes-up'])} up, {size(summary['bytes-down'])} down",
@@ -312,6 +313,13 @@ def _aligned(facts: Mapping[str, str]) -> list[str]:
     texts = {key: text for key, text in facts.items() if text}
     width = max(map(len, ("system accuracy", *texts)))
     return [f"{key:<{width}}  {text}" for key, text in texts.items()]
+
+
+def _early_stop(summary: Mapping[str, Any]) -> str:
+    """Return why ``patience`` has ended a run, or an empty string."""
+    if not (entry := summary.get("stopped-early")):
+        return ""
+    return f"{entry['reason']} in {entry['patience']} evaluations, after round {entry['after']}"
 
 
 def _folds(summary: Mapping[str, Any]) -> str:

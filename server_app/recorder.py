@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from logging import WARNING
+from logging import INFO, WARNING
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any, Self
@@ -113,7 +113,7 @@ class Recorder:
         self._started = time.perf_counter()
         if resumption is not None:
             self._continue_from(resumption.checkpoint)
-        self.status.note(results=self.directory.path, rounds=run.num_server_rounds)
+        self.status.note(results=self.directory.path, rounds=self.strategy.settings.run.num_server_rounds)
         self._note_round()
         self._progress = Progress(run.num_server_rounds, self.columns.metric, done=self.rounds)
 
@@ -233,8 +233,11 @@ class Recorder:
         self._server_state = None
         self.rounds = server_round
         self._versions = dict(self.strategy.exchange.states.versions)
-        evaluated = schedule.evaluates(self.settings.run, server_round)
+        evaluated = schedule.evaluates(self.strategy.settings.run, server_round)
         over_clients = self.totals.add(record, self.columns, evaluated=evaluated)
+        run, metric = self.settings.run, self.columns.metric
+        if self.totals.runs_out_of_patience(server_round, run, self.settings.method.point, metric):
+            self._end_after(server_round + 1)
         system = self._system_accuracy_of(server_round)
         counts, self.federation.grid.counts = self.federation.grid.counts, Counter()
         self.totals.delivery += counts
@@ -274,11 +277,17 @@ class Recorder:
         if self._pictures.due:
             self._pictures.draw(self.totals)
 
+    def _end_after(self, server_round: int) -> None:
+        """Make a round the last one."""
+        self.strategy.end_after(server_round)
+        self.checkpoints.last_round = server_round
+        self.status.note(rounds=server_round)
+        log(INFO, "patience ended: round %s is the last one", server_round)
+
     def _system_accuracy_of(self, server_round: int) -> float | None:
         """Return the system accuracy after a round, or None if it is not available or not part of the final average."""
-        is_due = schedule.in_average(self.settings.run, server_round) and schedule.evaluates(
-            self.settings.run, server_round
-        )
+        run = self.strategy.settings.run
+        is_due = schedule.in_average(run, server_round) and schedule.evaluates(run, server_round)
         if not is_due or self.settings.train.withholds_scores:
             return None
         system = system_accuracy(self.settings, self.strategy, self.workspace, self.directory)
@@ -348,6 +357,8 @@ class Recorder:
         self.strategy.exchange.states.versions = dict(self._versions)
         self._started -= so_far["seconds"]
         self.totals = Totals.from_json(so_far)
+        if self.totals.patience_ended:
+            self._end_after(self.totals.patience_ended + 1)
         rows = {client: self.totals.clients[client] for client in self.totals.last_round}
         self.strategy.record = RoundRecord(checkpoint.server_round, clients=rows)
         self.strategy.resumed_after = checkpoint.server_round
@@ -368,6 +379,7 @@ class Recorder:
                 **peak_memory(self.workspace.device),
                 **self.totals.summary(self.columns.metric, settings.run.average_rounds),
                 **self._system_summary(),
+                **self.totals.early_stop(settings.run.patience, settings.method.point, self.columns.metric),
                 **({"pooled": self.pooled} if self.pooled else {}),
                 **({"notices": self.notices} if self.notices else {}),
                 **({"client-scores": NOT_AVAILABLE} if settings.run.secure_aggregation else {}),

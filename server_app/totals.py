@@ -10,9 +10,10 @@ import numpy as np
 
 from posy.metrics import Metric, column_of
 from posy.settings import key_of
-from posy.spread import Evaluation, Spread, best, chosen, over_rounds
+from posy.spread import Evaluation, Spread, best, chosen, evaluations_since_best, over_rounds
 from posy.strategies.columns import POINTS, TRAIN_LOSS, Columns
 from posy.strategies.replies import LIMITED, LOSS, RoundRecord
+from posy.strategies.run_settings import RunSettings
 from posy.strategies.score_sums import spreads
 
 
@@ -48,6 +49,8 @@ class Totals:
     """The run's metric on the validation splits, in the same format."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """The spreads of all metrics in the last evaluation that reported them, keyed by column, and its round."""
+    patience_ended: int = 0
+    """The round after which ``patience`` ended, so that the next round is the last one; 0 if it has not ended."""
     system: list[tuple[int, float]] = field(default_factory=list)
     """System accuracy, as pairs of round and value, for the rounds in which it was computed."""
     clients: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -60,8 +63,8 @@ class Totals:
         """Read the totals from the result of :meth:`as_json`; ``stored`` may also contain other keys."""
         keys = {f.name: key_of(f.name) for f in dataclasses.fields(cls)}
         stored = {"scores": stored.get("accuracy"), **stored}  # the key in checkpoints from earlier versions
-        # Checkpoints from earlier versions lack the metrics, each round's system accuracy, and the limited clients.
-        optional_names = ("system", "metrics", *LIMITED)
+        # Checkpoints from earlier versions lack these fields.
+        optional_names = ("patience_ended", "system", "metrics", *LIMITED)
         totals = cls(**{name: stored[key] for name, key in keys.items() if name not in optional_names or key in stored})
         totals.dropped, totals.delivery = Counter(totals.dropped), Counter(totals.delivery)
         for name in LIMITED:
@@ -113,6 +116,23 @@ class Totals:
         self.last_round = sorted(record.clients)
         self.clients = dict(sorted({**self.clients, **record.clients}.items()))
         return over_clients
+
+    def runs_out_of_patience(self, server_round: int, run: RunSettings, point: str, metric: Metric) -> bool:
+        """Return whether ``patience`` ends with a round, so that the next round must be the last one."""
+        if not run.patience or self.patience_ended or server_round >= run.num_server_rounds - 1:
+            return False
+        validation = self.validation[POINTS.index(point)]
+        if evaluations_since_best(validation, lower_is_better=metric.lower_is_better) < run.patience:
+            return False
+        self.patience_ended = server_round
+        return True
+
+    def early_stop(self, patience: int, point: str, metric: Metric) -> dict[str, Any]:
+        """Return the entry for the summary if ``patience`` has ended the run."""
+        if not self.patience_ended:
+            return {}
+        reason = f"no better {metric.title} of the {point} models on the validation splits"
+        return {"stopped-early": {"after": self.patience_ended, "patience": patience, "reason": reason}}
 
     def summary(self, metric: Metric, average_rounds: int = 0) -> dict[str, Any]:
         """Return the totals for the summary of a run.

@@ -6,6 +6,7 @@ handle cohorts, messages, reply checks, privacy and failures, so that a method d
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from logging import INFO, WARNING
 from typing import Any, ClassVar
 
@@ -125,7 +126,7 @@ class PersonalisedStrategy(ServerHooks, Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        """Run the rounds from ``resumed_after`` + 1 to ``num_rounds``.
+        """Run the rounds from ``resumed_after`` + 1 to ``num_rounds``, or to the round that :meth:`end_after` sets.
 
         Flower's ``Strategy.start`` has the same phases and arguments, but always begins with round 1.
         """
@@ -140,7 +141,9 @@ class PersonalisedStrategy(ServerHooks, Strategy):
         result, arrays = Result(), initial_arrays
         if evaluate_fn and not self.resumed_after and (central := evaluate_fn(0, arrays)) is not None:
             result.evaluate_metrics_serverapp[0] = central
-        for server_round in range(self.resumed_after + 1, num_rounds + 1):
+        server_round = self.resumed_after
+        while server_round < min(num_rounds, self.settings.run.num_server_rounds):
+            server_round += 1
             log(INFO, "")
             log(INFO, "[ROUND %s/%s]", server_round, num_rounds)
             messages = self.configure_train(server_round, arrays, train_config, grid)
@@ -157,9 +160,16 @@ class PersonalisedStrategy(ServerHooks, Strategy):
                     history[server_round] = values
         if self.newcomers:
             self.newcomer_phase(self, self.exchange, self.rounds).run(
-                num_rounds, train_config, evaluate_config, grid, timeout
+                server_round, train_config, evaluate_config, grid, timeout
             )
         return result
+
+    def end_after(self, server_round: int) -> None:
+        """Make a round the last one, as if ``num-server-rounds`` were its number. Clients keep the run's settings."""
+        settings = replace(self.settings, run=replace(self.settings.run, num_server_rounds=server_round))
+        self.settings = self.exchange.settings = self.rounds.settings = settings
+        if self.rounds.secure:
+            self.rounds.secure.settings = settings
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

@@ -399,6 +399,14 @@ class RunSettings:
         resumable=True,
         affects_results=False,
     )
+    patience: int = setting(
+        0,
+        "early stopping: number of evaluations without a better value of `metric` on the validation splits, after "
+        "which one last round follows; the method's model decides (`served` or `local`); 0: off",
+        needs="validation-fraction > 0",
+        minimum=0,
+        synonyms=("early-stopping", "early-stopping-rounds"),
+    )
     average_rounds: int = setting(
         0,
         "number of final rounds over which the summary also averages the scores; system accuracy, if enabled, is "

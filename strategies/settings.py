@@ -189,10 +189,22 @@ class Settings:
                 f"robust = {self.run.robust!r} with method = {self.run.method!r}: {self.method.robust.why}; set "
                 "robust = 'mean'"
             )
+        if self.run.patience and (reason := self._fixed_end()):
+            raise SettingsError(f"patience = {self.run.patience} cannot be combined with {reason}; set patience = 0")
         if self.run.min_clients > self.data.num_clients:
             raise SettingsError(
                 f"min-clients = {self.run.min_clients}: it must be 0 to num-clients = {self.data.num_clients}"
             )
+
+    def _fixed_end(self) -> str:
+        """Return why the run cannot stop early, or an empty string."""
+        if self.method.follows_number_of_rounds:
+            return f"method = {self.run.method!r}, whose schedule depends on num-server-rounds"
+        if self.train.lr_schedule == "cosine":
+            return "lr-schedule = 'cosine', which depends on num-server-rounds"
+        if self.train.withholds_scores:
+            return f"dp-scores = {self.train.dp_scores!r}, because clients send no validation scores"
+        return ""
 
     def as_config(self) -> dict[str, Scalar]:
         """Return the settings as a flat mapping; the method's settings are prefixed with its name."""
