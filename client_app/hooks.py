@@ -64,7 +64,7 @@ class ClientHooks:
         self.state = state
         self.stored = StoredTensors(state, workspace.device)
         """The client's state as tensors. For example, ``self.stored["control"]`` persists between rounds."""
-        self.settings = workspace.settings
+        self.settings = workspace.settings_of(client)
         self.method = workspace.settings.method
         self.device = workspace.device
         self.data = workspace.client_data(client)

@@ -132,12 +132,11 @@ class Jobs:
         rate = self.client.lr if work.lr is None else work.lr
         samples, batches = self.samples("train"), stream("batches")
         if work.measures:
-            return Job(work, samples, batches, rate)
+            return Job(work, samples, batches, rate, settings=self.settings.train)
         moments = self._moments_of(work, model)
         sampling = sampling_of(self.settings, len(samples.y)) if self.samples_private else None
-        return Job(
-            work, samples, batches, rate, augment, dropout, self.class_weight, moments=moments, sampling=sampling
-        )
+        extras = {"moments": moments, "sampling": sampling, "settings": self.settings.train}
+        return Job(work, samples, batches, rate, augment, dropout, self.class_weight, **extras)
 
     def _moments_of(self, work: Train, model: int = 0) -> Moments | None:
         """Return the optimiser state that training continues from, or None if no state is kept between rounds."""

@@ -66,6 +66,8 @@ class LocalRun:
         self.jobs.moments, self.jobs.samples_private = None, False
         client.round = int(config["server-round"])
         client.lr = float(config.get("lr", self.settings.train.lr))
+        if client.settings is not client.workspace.settings:  # the message has the rate of the run in this round
+            client.lr *= client.settings.train.lr / client.workspace.settings.train.lr
         self._keep_once(received)
         self.received = {name: received[name] for name in self.method.sent if name in received}
         """The arrays that the method's hooks receive."""

@@ -113,7 +113,12 @@ def violations(policy: Policy, config: Mapping[str, Any]) -> list[Violation]:
         The settings, keyed by name. Missing shared settings take their defaults.
     """
     values = {**_shared_defaults(), **config}
-    return [violation for rule in (_sources, _rows, _limits, _scores) for violation in rule(policy, values)]
+    rules = (_sources, _rows, _limits, _scores)
+    found = [violation for rule in rules for violation in rule(policy, values)]
+    for own in json.loads(str(values["client-settings"]) or "{}").values():
+        of_client = {**values, **own}
+        found += [violation for rule in (_rows, _limits) for violation in rule(policy, of_client)]
+    return list(dict.fromkeys(found))
 
 
 def _sources(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:

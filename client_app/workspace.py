@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from threading import RLock, local
@@ -35,6 +36,7 @@ from posy.models.architecture import Architecture, architecture_for
 from posy.paths import expanded
 from posy.settings import SettingsError
 from posy.sharing import IdentityCache
+from posy.strategies.client_settings import train_settings
 from posy.strategies.settings import Settings
 
 DEFAULT_POLICY = Policy()
@@ -163,6 +165,14 @@ class Workspace:
     def part_of(self, client: int) -> int:
         """Return a client's index in the partition, which is 0 for a site."""
         return 0 if self.of_sites else client
+
+    def settings_of(self, client: int) -> Settings:
+        """Return the settings of a run for a client, which may have its own settings of local training."""
+        if not self.settings.train.client_settings:
+            return self.settings
+        names = () if self.of_sites else self.partition.names
+        train = train_settings(self.settings.train, client, names[client] if client < len(names) else "")
+        return replace(self.settings, train=train)
 
     def pooled_samples(self, clients: tuple[int, ...]) -> Samples:
         """Return the training samples of several clients, and keep them in memory."""

@@ -108,8 +108,8 @@ def dump(content: Any) -> str:
     return str(yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file.
+def read_yaml(path: Path, keys: tuple[type, ...] = (str,)) -> dict[Any, Any]:
+    """Return the mapping in a YAML file, whose keys have one of the types ``keys``.
 
     Raise :class:`SettingsError` if the file cannot be read, is larger than 4 MiB or not a regular file, or does not
     contain a mapping.
@@ -125,7 +125,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise
     except ValueError as error:  # including text that is not UTF-8
         raise SettingsError(f"{path} is not valid YAML: {error}") from error
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+    if not isinstance(content, dict) or not all(type(key) in keys for key in content):
         raise SettingsError(f"{path} must hold `key: value` lines, one for each setting")
     return content
 

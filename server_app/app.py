@@ -34,6 +34,7 @@ from posy.server_app.trackers.tracking import find
 from posy.server_app.waiting import WaitLog
 from posy.settings import RunError, SettingsError
 from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.client_settings import check_clients
 from posy.strategies.methods import strategy_class
 from posy.strategies.registry import defaults, merge_experiment, named_sources, read_settings
 from posy.strategies.run_settings import AUTO, OFF, RunSettings, metric_of, positive_class
@@ -239,6 +240,7 @@ def make_strategy(settings: Settings, workspace: Workspace) -> PersonalisedStrat
     strategy: PersonalisedStrategy = strategy_class(settings.run.method)(settings, workspace.architecture)
     if not workspace.of_sites:
         strategy.exchange.client_names = dict(enumerate(workspace.partition.names))
+    check_clients(settings.train, settings.data.num_clients, () if workspace.of_sites else workspace.partition.names)
     if settings.run.min_train_replies > (size := len(strategy.rounds.cohort(1))):
         raise SettingsError(
             f"min-train-replies = {settings.run.min_train_replies}: {size} clients train in a round, so "

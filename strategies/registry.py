@@ -30,6 +30,7 @@ from posy.settings import (
     settings_of,
     with_sources,
 )
+from posy.strategies.client_settings import inlined
 from posy.strategies.methods import METHODS, check_method, settings_class
 from posy.strategies.run_settings import RunSettings, TrainSettings, identified
 from posy.strategies.settings import Settings
@@ -140,6 +141,7 @@ def _read(user_settings: Mapping[str, Any], where: str, stored: Mapping[str, Any
             values[key] = str(absolute(path))
         if setting.custom_kind and is_custom(custom := str(values.get(key, setting.default))):
             values[key] = located_own(custom)
+    values["client-settings"] = inlined(str(values.get("client-settings", "")))
     settings = _built(values)
     check_own(user_settings, settings.run.method, where)
     check_effect(user_settings, settings.as_config(), where)

@@ -66,6 +66,13 @@ class TrainSettings:
     lr: float = setting(
         0.05, "learning rate", above=0, synonyms=("learning-rate",), search=Search(0.005, 0.5, log=True)
     )
+    client_settings: str = setting(
+        "",
+        "YAML or JSON file that maps clients (numbers, or names of natural groups) to their own `local-epochs`, "
+        "`local-steps`, `batch-size` and `lr`, or this mapping as JSON; a client's lr follows lr-schedule",
+        needs="dp = off",
+        synonyms=("per-client-settings",),
+    )
     lr_schedule: str = setting(
         "constant",
         "schedule of the learning rate over the rounds; `exponential` and `step` multiply lr by lr-decay every round, "

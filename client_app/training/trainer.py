@@ -266,9 +266,10 @@ class Trainer:
 
     def share(self, job: Job, smallest: int = 1) -> Share:
         """Return a job's batches. The job's own epochs or steps take precedence over the settings."""
-        work, size = job.work, full_batches(self.settings.batch_size, job.samples.y.shape[0], self.min_batch)
-        steps = work.steps if work.steps is not None else (0 if work.epochs is not None else self.settings.local_steps)
-        epochs = work.epochs if work.epochs is not None else self.settings.local_epochs
+        work, settings = job.work, job.settings or self.settings
+        size = full_batches(settings.batch_size, job.samples.y.shape[0], self.min_batch)
+        steps = work.steps if work.steps is not None else (0 if work.epochs is not None else settings.local_steps)
+        epochs = work.epochs if work.epochs is not None else settings.local_epochs
         passes = plan_passes(epochs, steps, job.samples.y.shape[0], size, smallest)
         weight = work.sample_weight
         if job.class_weight is not None:

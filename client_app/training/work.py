@@ -268,3 +268,4 @@ class Job(NamedTuple):
     models: tuple["Job", ...] = ()
     moments: Moments | None = None  # None for a fresh optimiser whose state is not stored
     sampling: Sampling | None = None  # the steps of DP-SGD, or None without DP-SGD
+    settings: TrainSettings | None = None  # the client's own settings; None: the settings of the run

@@ -1,0 +1,75 @@
+"""Settings of local training that differ between clients."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from posy.client_app.policy import violations
+from posy.data.policy import Policy
+from posy.server_app.app import run
+from posy.settings import SettingsError
+from posy.strategies.registry import read_settings
+
+MakeConfig = Callable[..., dict[str, Any]]
+OWN = {0: {"local-epochs": 3, "lr": 0.01}, 1: {"local-steps": 4, "batch-size": 2}, 2: {"batch-size": 3}}
+
+
+def samples_of(clients: dict[int, int]) -> int:
+    return sum(clients.values())
+
+
+@pytest.mark.parametrize("stack", ["loop", "vmap"])
+def test_each_client_trains_with_its_own_settings(
+    make_config: MakeConfig, federate: Callable[..., Any], stack: str, tmp_path: Path
+) -> None:
+    """Clients of 21, 12, 8 and 1 samples: 3 epochs, 4 steps of 2 samples, 1 epoch and 1 epoch."""
+    file = tmp_path / "own.yaml"
+    file.write_text("0: {local-epochs: 3, lr: 0.01}\n1: {local-steps: 4, batch-size: 2}\n2: {batch-size: 3}\n")
+    common = {"num_server_rounds": 1, "model": "linear", "lr_schedule": "exponential", "stack": stack}
+    mixed = federate(make_config("local", **common, client_settings=str(file)))
+    assert mixed.records[0].samples == 3 * 21 + 4 * 2 + 8 + 1
+    for client, own in OWN.items():
+        settings = {key.replace("-", "_"): value for key, value in own.items()}
+        alone = federate(make_config("local", **common, **settings))
+        for name, array in alone.kept(client).items():
+            np.testing.assert_allclose(mixed.kept(client)[name], array, atol=1e-6)
+
+
+def test_a_file_and_its_content_give_the_same_settings(tmp_path: Path) -> None:
+    file = tmp_path / "own.json"
+    file.write_text(json.dumps({"1": {"lr": 0.2}}))
+    from_file = read_settings({"method": "fedavg", "client-settings": str(file)})
+    assert from_file == read_settings({"method": "fedavg", "client-settings": '{"1": {"lr": 0.2}}'})
+    assert json.loads(from_file.train.client_settings) == {"1": {"lr": 0.2}}
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ('{"0": {"lr": -1}}', "lr = -1"),
+        ('{"0": {"momentum": 0.5}}', "momentum"),
+        ('{"0": 3}', "client 0"),
+        ("{", "client-settings"),
+        ("missing.yaml", "missing.yaml"),
+    ],
+)
+def test_wrong_client_settings_are_refused(text: str, key: str) -> None:
+    with pytest.raises(SettingsError) as raised:
+        read_settings({"method": "fedavg", "client-settings": text})
+    assert key in str(raised.value)
+
+
+def test_an_unknown_client_is_refused(make_config: MakeConfig) -> None:
+    with pytest.raises(SettingsError, match="client-settings: client 7 does not exist"):
+        run(None, make_config("fedavg", client_settings='{"7": {"lr": 0.1}}'))
+
+
+def test_a_site_applies_its_policy_to_the_settings_of_each_client() -> None:
+    policy = Policy(min_rows=10, max_local_epochs=5)
+    own = {"0": {"batch-size": 2}, "1": {"local-epochs": 6}}
+    values = {"dataset": "sites", "batch-size": 10, "client-settings": json.dumps(own)}
+    assert [violation.rule for violation in violations(policy, values)] == ["min-rows", "max-local-epochs"]
