@@ -114,11 +114,11 @@ def violations(policy: Policy, config: Mapping[str, Any]) -> list[Violation]:
     """
     values = {**_shared_defaults(), **config}
     rules = (_sources, _rows, _limits, _scores)
-    found = [violation for rule in rules for violation in rule(policy, values)]
-    for own in json.loads(str(values["client-settings"]) or "{}").values():
-        of_client = {**values, **own}
-        found += [violation for rule in (_rows, _limits) for violation in rule(policy, of_client)]
-    return list(dict.fromkeys(found))
+    violated = [violation for rule in rules for violation in rule(policy, values)]
+    for entry in json.loads(str(values["client-settings"]) or "{}").values():
+        of_client = {**values, **entry}
+        violated += [violation for rule in (_rows, _limits) for violation in rule(policy, of_client)]
+    return list(dict.fromkeys(violated))
 
 
 def _sources(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:

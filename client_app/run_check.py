@@ -1,9 +1,12 @@
 """The check of a run against a site's policy and data, and of the method against the required noise and masks."""
 
+from dataclasses import replace
+
 from posy.client_app.policy import PolicyError, size_violations, too_many_parameters
 from posy.client_app.privacy import check_network, check_privacy
 from posy.client_app.workspace import Workspace
 from posy.models.build import count_parameters
+from posy.strategies.client_settings import all_train_settings
 
 
 def check_run(workspace: Workspace) -> None:
@@ -28,7 +31,9 @@ def check_run(workspace: Workspace) -> None:
     part, dataset = workspace.partition, workspace.dataset
     counts = part.counts(dataset.y, workspace.task.num_classes)[0].tolist()
     parameters = workspace.architecture.layout.size
-    if violations := size_violations(policy, settings, len(part.train[0]), counts, parameters):
-        raise PolicyError(violations[0])
+    for train in all_train_settings(settings.train):  # the server decides later which client the site is
+        of_client = replace(settings, train=train)
+        if violations := size_violations(policy, of_client, len(part.train[0]), counts, parameters):
+            raise PolicyError(violations[0])
     check_network(settings, workspace.architecture)
     workspace.checked = True

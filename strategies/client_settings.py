@@ -53,19 +53,24 @@ def train_settings(train: TrainSettings, client: int, name: str = "") -> TrainSe
     return _train_settings(train, client, name) if train.client_settings else train
 
 
+def all_train_settings(train: TrainSettings) -> list[TrainSettings]:
+    """Return the run's settings of local training, and the settings of each client in ``client-settings``."""
+    return [train, *(train_settings(train, -1, client) for client in json.loads(train.client_settings or "{}"))]
+
+
 @lru_cache(maxsize=4096)
 def _train_settings(train: TrainSettings, client: int, name: str) -> TrainSettings:
     content = json.loads(train.client_settings)
-    own = {**content.get(str(client), {}), **(content.get(name, {}) if name else {})}
-    if "local-epochs" in own and "local-steps" not in own:
-        own["local-steps"] = 0
-    return build(TrainSettings, {**as_config(train), **own})
+    entry = {**content.get(str(client), {}), **(content.get(name, {}) if name else {})}
+    if "local-epochs" in entry and "local-steps" not in entry:
+        entry["local-steps"] = 0
+    return build(TrainSettings, {**as_config(train), **entry})
 
 
 def check_clients(train: TrainSettings, num_clients: int, names: Sequence[str] = ()) -> None:
     """Raise :class:`SettingsError` if ``client-settings`` names a client that the run does not have."""
-    known = {*map(str, range(num_clients)), *names}
+    names_and_numbers = {*map(str, range(num_clients)), *names}
     for client in json.loads(train.client_settings or "{}"):
-        if client not in known:
+        if client not in names_and_numbers:
             hint = f" or {', '.join(names[:5])}{', …' * (len(names) > 5)}" if names else ""
             raise SettingsError(f"client-settings: client {client} does not exist; name 0 to {num_clients - 1}{hint}")

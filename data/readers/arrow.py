@@ -215,7 +215,7 @@ def _content(
     column = _column(rows, inputs[0])
     if _is_text(column.type):
         texts = column.to_pylist()
-        named = {"group_names": group_names, "split_groups": split_groups, "read_notes": tuple(notes)}
+        named: dict[str, Any] = {"group_names": group_names, "split_groups": split_groups, "read_notes": tuple(notes)}
         return Content(path, "text", texts, y, groups, is_test, **named)
     check_fits(sum(_column(rows, name).nbytes for name in inputs), rows.where)
     titles: tuple[str, ...] = ()

@@ -85,7 +85,7 @@ def content_of(parts: Mapping[str, np.ndarray], source: str, path: Path) -> Cont
             samples = as_images(x, f"{source}: x")
             kind = "image" if samples.dtype == np.uint8 else "image-float"
             notes = precision_notes(x.reshape(-1, 1), np.float32, ("pixels",)) if kind == "image-float" else []
-    named = {"group_names": group_names, "split_groups": patients, "read_notes": tuple(notes)}
+    named: dict[str, Any] = {"group_names": group_names, "split_groups": patients, "read_notes": tuple(notes)}
     return Content(path, kind, samples, labels, groups, test, **named)
 
 

@@ -187,14 +187,14 @@ def _content(
         raise table.problem(name_errors)
     y = as_labels(np.array(labels), str(path))
     numbers, group_names = (None, ()) if groups is None else numbered_groups(np.array(groups))
-    kept: dict[str, Any] = {"groups": numbers, "group_names": group_names}
-    kept["split_groups"] = None if patients is None else numbered_groups(np.array(patients))[0]
+    attributes: dict[str, Any] = {"groups": numbers, "group_names": group_names}
+    attributes["split_groups"] = None if patients is None else numbered_groups(np.array(patients))[0]
     notes = list(assigned.notes)
     if not features:
         text = assigned.inputs[0]
         _LOG.info("%s: column %s is the text, %s the label", path.name, header[text], header[assigned.label])
         texts = cells[str(text)].tolist()
-        return Content(path, "text", texts, y, read_notes=tuple(notes), **kept)
+        return Content(path, "text", texts, y, read_notes=tuple(notes), **attributes)
     _LOG.info("%s: %s columns are features, %s the label", path.name, len(features), header[assigned.label])
     names = tuple(table.names)
     notes += name_notes(names, header)
@@ -207,7 +207,7 @@ def _content(
     if not (categories or np.isnan(x).any()):
         x, precision = as_features(x, str(path))
         notes += precision
-    return Content(path, "features", x, y, columns=names, read_notes=tuple(notes), categories=categories, **kept)
+    return Content(path, "features", x, y, columns=names, read_notes=tuple(notes), categories=categories, **attributes)
 
 
 def _lines(path: Path, encoding: str) -> Iterator[str]:
