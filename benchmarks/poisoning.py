@@ -28,6 +28,7 @@ from posy.commands.launch import INTERRUPTED
 from posy.listing import print_table
 from posy.server_app.app import run
 from posy.server_app.in_process import InProcessGrid
+from posy.server_app.recorder import Recorder
 from posy.settings import RunError
 from posy.storage import append
 from posy.strategies.registry import read_settings
@@ -145,6 +146,7 @@ def accuracy(settings: dict[str, Any], attack: str, defence: str) -> dict[str, A
             if "training diverged" not in str(error):
                 raise
             return {"accuracy": None}
+    assert isinstance(recorder, Recorder)
     rows = {c: row for c, row in recorder.totals.clients.items() if c not in ATTACKERS and "served_accuracy" in row}
     summary = recorder.summary
     limited: dict[str, Any] = {key: summary[key] for key in ("clipped", "discarded", "down-weighted") if key in summary}

@@ -11,7 +11,7 @@ from posy.client_app.base import PersonalClient
 from posy.client_app.hooks import Config, Received, Result, Steps
 from posy.client_app.predictors import Predictor
 from posy.client_app.training.work import Split, Trained
-from posy.data.partitions import split
+from posy.data.splits import split
 from posy.randomness import numpy_generator
 from posy.strategies.fedfomo import FedFomoSettings
 from posy.strategies.replies import Update

@@ -135,8 +135,8 @@ class Jobs:
             return Job(work, samples, batches, rate, settings=self.settings.train)
         moments = self._moments_of(work, model)
         sampling = sampling_of(self.settings, len(samples.y)) if self.samples_private else None
-        extras = {"moments": moments, "sampling": sampling, "settings": self.settings.train}
-        return Job(work, samples, batches, rate, augment, dropout, self.class_weight, **extras)
+        job = Job(work, samples, batches, rate, augment, dropout, self.class_weight, settings=self.settings.train)
+        return job._replace(moments=moments, sampling=sampling)
 
     def _moments_of(self, work: Train, model: int = 0) -> Moments | None:
         """Return the optimiser state that training continues from, or None if no state is kept between rounds."""

@@ -25,8 +25,9 @@ from posy.extensions import is_custom, key_prefix
 from posy.mistakes import is_failure, method_error, place_of
 from posy.models.catalogue import PRETRAINED
 from posy.paths import absolute
-from posy.settings import NodeConfigError, Setting, quoted, settings_of
+from posy.settings import NodeConfigError, Setting, SettingsError, quoted, settings_of
 from posy.storage import exclusive, is_folder_name, read_json, write_json
+from posy.strategies.client_settings import checked_entries
 from posy.strategies.methods import METHODS, REFERENCES, settings_class
 from posy.strategies.replies import SCORES
 from posy.strategies.run_settings import AUTO, RunSettings, TrainSettings
@@ -115,7 +116,11 @@ def violations(policy: Policy, config: Mapping[str, Any]) -> list[Violation]:
     values = {**_shared_defaults(), **config}
     rules = (_sources, _rows, _limits, _scores)
     violated = [violation for rule in rules for violation in rule(policy, values)]
-    for entry in json.loads(str(values["client-settings"]) or "{}").values():
+    try:
+        entries = checked_entries(str(values["client-settings"]))
+    except SettingsError as error:
+        return [*violated, Violation("settings", str(error))]
+    for entry in entries.values():
         of_client = {**values, **entry}
         violated += [violation for rule in (_rows, _limits) for violation in rule(policy, of_client)]
     return list(dict.fromkeys(violated))
@@ -466,8 +471,8 @@ def check_once(
 
     A repeated message with the same arrays and entries is allowed, because the reply may have been lost.
     """
-    checked_entries = sorted((key, value) for key, value in entries.items() if key != "state-keep")
-    digest = blake2b(repr(checked_entries).encode(errors="surrogatepass"), digest_size=16)
+    compared = sorted((key, value) for key, value in entries.items() if key != "state-keep")
+    digest = blake2b(repr(compared).encode(errors="surrogatepass"), digest_size=16)
     for array in arrays:
         digest.update(f"{array.dtype} {array.shape}".encode())
         digest.update(memoryview(array).cast("B") if array.flags.c_contiguous and array.size else array.tobytes())

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -128,5 +129,5 @@ def _subset(dataset: Dataset, settings: DataSettings, seed: int) -> Dataset:
         )
     keep = np.sort(numpy_generator(seed, "subset").choice(len(dataset), size, replace=False))
     arrays = {name: getattr(dataset, name) for name in ("groups", "split_groups", "is_test")}
-    kept = {name: None if array is None else array[keep] for name, array in arrays.items()}
+    kept: dict[str, Any] = {name: None if array is None else array[keep] for name, array in arrays.items()}
     return replace(dataset, x=dataset.x[keep], y=dataset.y[keep], **kept)

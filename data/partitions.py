@@ -51,6 +51,18 @@ class Partition:
         return _class_counts(self.train, y, num_classes)
 
 
+def small_clients(part: Partition, dataset: Dataset) -> dict[str, list[int]]:
+    """Return the clients with one training sample, one class in training, or no test sample, keyed by this reason."""
+    one_sample = [client for client, rows in enumerate(part.train) if len(rows) == 1]
+    one_class: list[int] = []
+    if dataset.task.target == CLASSES:
+        present = part.train_counts(dataset.y, dataset.task.num_classes) > 0
+        one_class = np.flatnonzero(present.sum(axis=1) == 1).tolist()
+    untested = [client for client, rows in enumerate(part.test) if not len(rows)]
+    lists = {"one-training-sample": one_sample, "one-training-class": one_class, "no-test-samples": untested}
+    return {reason: clients for reason, clients in lists.items() if clients}
+
+
 def _class_counts(parts: Sequence[np.ndarray], y: np.ndarray, num_classes: int) -> np.ndarray:
     return np.stack([np.bincount(y[part], minlength=num_classes) for part in parts])
 

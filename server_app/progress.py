@@ -202,6 +202,10 @@ def results_table(summary: Mapping[str, Any], path: Path) -> str:
         "clients": _clients(summary),
         "scores of clients": summary.get("client-scores", ""),
         "privacy": guarantee(summary["privacy"]) if "privacy" in summary else "",
+        "small clients": ", ".join(
+            f"{len(clients)} with {reason.replace('-', ' ')}"
+            for reason, clients in summary.get("small-clients", {}).items()
+        ),
         "folds": _folds(summary),
         "stopped early": _early_stop(summary),
         "seed": str(summary["seed"]),

@@ -21,6 +21,7 @@ from flwr.common.logger import log
 
 from posy.client_app.training.work import advice_on_divergence
 from posy.client_app.workspace import Workspace
+from posy.data.partitions import small_clients
 from posy.extensions import key_prefix
 from posy.forked import private_memory
 from posy.metrics import column_of
@@ -387,6 +388,7 @@ class Recorder:
                 **self._newcomers(),
                 **self.federation.summary(),
                 **self._client_names(),
+                **self._small_clients(),
             }
         )
 
@@ -394,6 +396,12 @@ class Recorder:
         """Return the clients' names in client order, if the data contains names."""
         names = self.strategy.exchange.client_names
         return {"sites": [names.get(client) for client in range(self.settings.data.num_clients)]} if names else {}
+
+    def _small_clients(self) -> dict[str, dict[str, list[int]]]:
+        """Return the clients whose data limits their training or their scores, unless the data stays at sites."""
+        workspace = self.workspace
+        clients = {} if workspace.of_sites else small_clients(workspace.partition, workspace.dataset)
+        return {"small-clients": clients} if clients else {}
 
     def _newcomers(self) -> dict[str, Any]:
         """Return the final scores of the held-out clients."""

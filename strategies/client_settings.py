@@ -29,12 +29,23 @@ def inlined(text: str) -> str:
     """
     if not text:
         return ""
-    is_json = text.lstrip().startswith("{")
+    content = text if text.lstrip().startswith("{") else json.dumps(read_yaml(absolute(text), (str, int)))
+    return json.dumps(checked_entries(content), sort_keys=True, ensure_ascii=False)
+
+
+def checked_entries(text: str) -> dict[str, dict[str, Scalar]]:
+    """Return the settings of each client in the JSON of ``client-settings``.
+
+    Raises
+    ------
+    SettingsError
+        If the text is not a JSON object, or contains an unknown setting or a value that is not allowed.
+    """
     try:
-        content: Any = json.loads(text) if is_json else read_yaml(absolute(text), (str, int))
+        content: Any = json.loads(text or "{}")
+        if not isinstance(content, dict):
+            raise ValueError("it is not an object")
     except (ValueError, RecursionError) as error:
-        if isinstance(error, SettingsError):
-            raise
         raise SettingsError(f"client-settings: not a JSON object ({error})") from error
     declarations = {key: settings_of(TrainSettings)[key] for key in KEYS}
     checked: dict[str, dict[str, Scalar]] = {}
@@ -45,7 +56,7 @@ def inlined(text: str) -> str:
         if unknown := [key for key in entries if key not in KEYS]:
             raise SettingsError(f"{unknown[0]} in {place}: only {', '.join(KEYS)} can differ between clients")
         checked[str(client)] = {key: declarations[key].checked(key, value, place) for key, value in entries.items()}
-    return json.dumps(checked, sort_keys=True, ensure_ascii=False)
+    return checked
 
 
 def train_settings(train: TrainSettings, client: int, name: str = "") -> TrainSettings:

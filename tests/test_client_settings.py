@@ -73,3 +73,5 @@ def test_a_site_applies_its_policy_to_the_settings_of_each_client() -> None:
     own = {"0": {"batch-size": 2}, "1": {"local-epochs": 6}}
     values = {"dataset": "sites", "batch-size": 10, "client-settings": json.dumps(own)}
     assert [violation.rule for violation in violations(policy, values)] == ["min-rows", "max-local-epochs"]
+    for text in ("/etc/hostname", '{"0": 3}', '{"0": {"batch-size": "x"}}', "[]"):
+        assert [violation.rule for violation in violations(policy, {**values, "client-settings": text})] == ["settings"]

@@ -1,8 +1,10 @@
 """Stratified splits, splits by patient, and folds, in process and at sites."""
 
 import csv
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -179,6 +181,13 @@ def test_folds_need_test_samples_that_posy_selects(tmp_path: Path) -> None:
     assert [len(rows) for rows in part.test] == [10, 10]
     with pytest.raises(SettingsError, match="folds = 1"):
         DataSettings(folds=1)
+
+
+def test_small_clients_are_listed(make_config: Callable[..., dict[str, Any]]) -> None:
+    """The tiny data set has a client with one class, and a client with one sample and no test sample."""
+    summary = run(None, make_config("fedavg", num_server_rounds=1)).summary
+    expected = {"one-training-sample": [3], "one-training-class": [2, 3], "no-test-samples": [3]}
+    assert summary["small-clients"] == expected
 
 
 # -- sites ---------------------------------------------------------------------------------------------------
