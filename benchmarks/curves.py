@@ -1,11 +1,11 @@
 """Compare the learning curves of Posy and of plain PyTorch programs on the same PFLlib split.
 
-The split has the format of PFLlib's scripts: Dirichlet draws assign the classes, 75 % of each client's samples are for
-training, and the files hold pickled dicts. Posy and the programs of :mod:`benchmarks.plain` read the same directory.
-For each method and evaluated round, the report (JSON) contains the mean accuracy of Posy and of the program over the
-seeds, their gap, and the spread over the seeds. Accuracies are means over the clients, weighted by their samples. A
-second file (``.jsonl``) stores each finished curve. The script does not recompute these curves, so you can resume an
-interrupted run and add methods.
+The split has the format of PFLlib's scripts: Dirichlet draws divide the classes among the clients, 75 % of each
+client's samples are for training, and the files hold pickled dicts. Posy and the programs of :mod:`benchmarks.plain`
+read the same directory. For each method and evaluated round, the report (JSON) contains the mean accuracy of Posy and
+of the program over the seeds, their gap, and the spread over the seeds. Accuracies are means over the clients, weighted
+by their samples. A second file (``.jsonl``) stores each finished curve. The script does not recompute these curves, so
+you can resume an interrupted run and add methods.
 """
 
 import json
@@ -65,7 +65,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "fedfomo_models": plain.FOMO_MODELS,
         "fedfomo_epsilon": plain.FOMO_EPSILON,
         "fedfomo_epsilon_decay": plain.FOMO_DECAY,
-        "fedfomo_validation": 0.0,  # both Posy and the program then compare models on the training samples
+        "fedfomo_validation": 0.0,  # with 0, Posy and the program compare models on the training samples
     },
     "fedala": {
         "fedala_layers": 1,
@@ -126,7 +126,7 @@ def point_of(method: str) -> str:
     if method == "fedproto":
         return "served"  # as in PFLlib: the client's network with the prototypes that it has just received
     if method in ("fedper", "fedrep", "lg-fedavg"):
-        return "local"  # the plain program of these methods yields the trained models
+        return "local"  # the plain programs of these methods yield the trained models
     return settings_class(method).point
 
 
@@ -247,7 +247,7 @@ def main(
         stored = json.loads(output.read_text(encoding="utf-8"))
         if differing := [key for key in (*split, "seeds", "evaluated_rounds") if stored[key] != report[key]]:
             raise typer.BadParameter(
-                f"{output} has other conditions: {', '.join(differing)}; use the same conditions or another OUTPUT"
+                f"{output} has different conditions: {', '.join(differing)}; use the same conditions or another OUTPUT"
             )
         report["methods"] = stored["methods"]
     with tempfile.TemporaryDirectory() as temporary:

@@ -17,9 +17,9 @@ from posy.settings import LaunchError
 
 POSY = (sys.executable, "-P", "-m", "posy.commands.cli")
 START_SECONDS = 600.0
-"""Timeout for the start of a process in seconds, long enough for a busy machine."""
+"""Timeout in seconds for the start of a process, long enough for a busy machine."""
 MOST_SECONDS = 1200.0
-"""Timeout of a command in seconds, long enough for a dozen concurrent commands."""
+"""Timeout in seconds for a command, long enough for a dozen concurrent commands."""
 
 
 class ProcessGroup:

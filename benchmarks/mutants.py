@@ -5,8 +5,8 @@ constant, a return value, a condition or an argument in a function. For each mut
 module in a copy of the working tree until one fails, and appends the outcome. An interrupted measurement resumes.
 
 To compare two versions of the tests, measure the older version, then run the command with ``--again OLD.jsonl`` and a
-different output in the newer version. It repeats the caught mutants. For each of them, it first runs the test that
-caught it.
+different output in the newer version. The command repeats the caught mutants. For each mutant, it first runs the test
+that caught the mutant earlier.
 """
 
 import ast
@@ -37,7 +37,7 @@ EXAMPLES = ("fedfew", "ppfe", "scaffold", "fedrep", "fedamp")
 LOADED = ("torch", "scipy.optimize", "sklearn.datasets", "hypothesis", "pandas", "flwr.app", "flwr.serverapp.strategy")
 """Modules that are imported once, before the tests of each mutant run in a forked process."""
 SECONDS = 1800.0
-"""Timeout for the tests of a mutant in seconds, long enough for a busy machine."""
+"""Timeout in seconds for the tests of a mutant, long enough for a busy machine."""
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -56,7 +56,7 @@ class Mutant(NamedTuple):
     kind: str
     original: str
     number: int
-    """Number of identical faults before it in the function."""
+    """Number of identical faults that precede this fault in the function."""
     start: int
     """Offset of the part in the file, in bytes."""
     replacement: str
@@ -183,8 +183,8 @@ def plain(name: str) -> str:
 def covering_tests(file: str, root: Path, tests: list[str]) -> list[str]:
     """Return the tests of a module, the most specific first.
 
-    The name of the module selects the tests. For a module that all methods use, they include the tests in files that
-    import it, and the tests that run every method, for a few methods.
+    The name of the module selects the tests. For a module that all methods use, the result includes the tests in files
+    that import the module. It also includes the tests that run every method, but only for a few methods.
     """
     module, stem = file.removesuffix(".py").replace("/", "."), Path(file).stem
     name = plain(stem)

@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.server_step`` prints JSON. For each M it contains the median time in seconds, and the ratio of
 peak memory to the memory of the stacked updates. It also contains the exponent k for which the time grows as M^k. Each
-measurement runs in a separate process. Targets for M = 100, d = 0.6 M: FedACS below 1 s, cwFedAvg (output) and FedFew
-below 0.5 s, memory at most 2.5 times the stacked updates.
+measurement runs in a separate process. Targets for M = 100 and d = 600,000: FedACS takes less than 1 s, and cwFedAvg
+(output) and FedFew take less than 0.5 s. The memory is at most 2.5 times the memory of the stacked updates.
 """
 
 import json

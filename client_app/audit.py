@@ -372,7 +372,7 @@ def record(audit_log: AuditLog, message: Message, context: Context, outcome: Mes
         audit_log.append(*([{**begin, "event": RUN_BEGIN}] if is_first else []), event)
     except (OSError, ValueError) as error:
         log(ERROR, "the audit log %s cannot be written, so no reply leaves this node: %s", audit_log.path, error)
-        raise AuditError("this node cannot write its audit log, and sends no reply without it") from None
+        raise AuditError("this node cannot write its audit log, so it sends no reply") from None
     note(context, recorded=True)
 
 

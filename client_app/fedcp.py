@@ -1,4 +1,4 @@
-"""The FedCP client trains all layers except the global head, and keeps its features near the served body's."""
+"""The FedCP client trains all layers except the global head, and keeps its features near the served body's features."""
 
 import torch
 from torch import Tensor

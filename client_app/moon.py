@@ -1,4 +1,4 @@
-"""The MOON client pulls its features towards the global model's features and away from its previous model's."""
+"""The MOON client pulls its features towards the global features and away from its previous features."""
 
 import torch
 import torch.nn.functional as F

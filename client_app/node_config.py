@@ -55,7 +55,7 @@ def check_words(words: Iterable[str]) -> None:
         if suggestion := nearest(word, NODE_WORDS):
             hint = f"did you mean {suggestion}?"
         elif word.replace("_", "-") in defaults():
-            hint = "it is a setting of a run, for `posy run`"
+            hint = "it is a setting for `posy run`"
         else:
             hint = f"a node reads {', '.join(NODE_WORDS)}"
         raise NodeConfigError(f"{word} in the node config: a node does not read this key; {hint}")

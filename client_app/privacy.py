@@ -169,7 +169,7 @@ def _check_sums(settings: Settings) -> None:
     word = run.secure_range * cohort / ONE
     if train.dp == CENTRAL and deviation < SMOOTH * word:
         raise SettingsError(
-            f"secure-range = {run.secure_range:g} with dp-clip = {train.dp_clip:g}: a client's noise of "
-            f"{deviation:.3g} is too small for words of {word:.3g}; set secure-range to at most "
-            f"{deviation * ONE / (SMOOTH * cohort):.3g}"
+            f"secure-range = {run.secure_range:g} with dp-clip = {train.dp_clip:g}: the standard "
+            f"deviation of a client's noise, {deviation:.3g}, is too small for the masked sum's step of {word:.3g}; "
+            f"set secure-range to at most {deviation * ONE / (SMOOTH * cohort):.3g}"
         )

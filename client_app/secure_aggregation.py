@@ -102,7 +102,7 @@ class Session:
 
     name: str
     mask_secret: bytes = b""
-    """Secret for the private key of the masks with other clients. The neighbours receive shares of this secret."""
+    """Secret for the private key of the pairwise masks. The neighbours receive shares of this secret."""
     seal_secret: bytes = b""
     """Secret for the private key that encrypts shares."""
     own_secret: bytes = b""
@@ -141,7 +141,7 @@ class Session:
 
     @property
     def masks(self) -> X25519PrivateKey:
-        """The private key for the masks with other clients."""
+        """The private key for the pairwise masks."""
         return private_key(self.mask_secret)
 
     @property
@@ -375,7 +375,7 @@ def _check_view(view: View, client: int, roster: Collection[int], min_clients: i
         colluder_count = colluding(group_size)
         if colluders and threshold < (safe_number := safe_threshold(group_size, colluder_count)):
             raise ProtocolError(
-                f"{threshold} of {group_size} clients is not a safe threshold where sites sign their keys: a server "
+                f"{threshold} of {group_size} clients is not a safe threshold if sites sign their keys: a server "
                 f"that colludes with {colluder_count} of them could isolate a client; the threshold must be at "
                 f"least {safe_number}; set secure-threshold = auto"
             )
@@ -498,11 +498,11 @@ class Masking:
         self._config: dict[str, Any] = dict(entries_of(record_in(message.content, "config", ConfigRecord)))
         name = str(config.pop("secure-round"))
         if name.split("-")[2:] != ([purpose] if purpose else []):
-            raise ProtocolError(f"round {name} is not for this kind of message")
+            raise ProtocolError(f"round {name} belongs to another kind of message")
         self._secrets = Secrets(int(config["client"]), context, message.metadata.run_id, name)
         session = self._secrets.load()
         if _order(name)[1] != int(config["server-round"]):
-            raise ProtocolError(f"round {name} is not round {config['server-round']}")
+            raise ProtocolError(f"the name {name} does not belong to round {config['server-round']}")
         sources, shares = [int(client) for client in config.pop("sources")], config.pop("shares")
         self._weights = int(config.pop("weights"))
         self._session = self._joined(session, dict(zip(sources, shares, strict=True)))

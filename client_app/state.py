@@ -105,7 +105,7 @@ class Versions(NamedTuple):
         versions = cls(config.pop("state-from"), config.pop("state-to"), tuple(config.pop("state-keep")))
         for version in (versions.to, *filter(None, (versions.start, *versions.keep))):
             if not _VERSION.fullmatch(version):
-                raise SettingsError(f"the server's message names a state {version!r}: it must be numbers as in 0-12-1")
+                raise SettingsError(f"the server's message names the state {version!r}: it must have the form 0-12-1")
         return versions
 
 

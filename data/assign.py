@@ -18,7 +18,7 @@ from posy.settings import SettingsError
 Parts = list[np.ndarray]
 
 _FEW = 10  # minimum number of samples that each client of a Dirichlet partition should get
-_DRAWS_FEW, _DRAWS = 4, 1500  # maximum number of partitioners with _FEW samples, and in total; each draws _TRIES times
+_DRAWS_FEW, _DRAWS = 4, 1500  # maximum number of partitioners: with _FEW samples, and in total; each makes _TRIES draws
 _TRIES = 11
 _HOPELESS = 1e-3
 """Posy gives up after the first partitioner if the expected number of successful draws is below this value."""
@@ -47,8 +47,8 @@ def dirichlet(dataset: Dataset, settings: DataSettings, rng: np.random.Generator
         if draw == 0:
             _check_hope(dataset, settings, least)
     raise SettingsError(
-        f"dirichlet-alpha = {settings.dirichlet_alpha:g} with num-clients = {clients}: no draw left each client with "
-        f"{least} of the {len(dataset)} samples of {dataset.name}; raise dirichlet-alpha or use fewer clients"
+        f"dirichlet-alpha = {settings.dirichlet_alpha:g} with num-clients = {clients}: no draw gave each client at "
+        f"least {least} of the {len(dataset)} samples of {dataset.name}; raise dirichlet-alpha or use fewer clients"
     )
 
 
@@ -58,8 +58,8 @@ def _check_hope(dataset: Dataset, settings: DataSettings, least: int) -> None:
     share = share_below(np.bincount(dataset.y), settings, least)
     if share == 1 or _DRAWS * _TRIES * math.exp(clients * math.log1p(-share)) < _HOPELESS:
         raise SettingsError(
-            f"dirichlet-alpha = {settings.dirichlet_alpha:g} with num-clients = {clients}: a draw leaves about "
-            f"{max(1, round(share * clients))} clients without {least} of the {len(dataset)} samples of "
+            f"dirichlet-alpha = {settings.dirichlet_alpha:g} with num-clients = {clients}: a draw gives about "
+            f"{max(1, round(share * clients))} clients fewer than {least} of the {len(dataset)} samples of "
             f"{dataset.name}; raise dirichlet-alpha or lower num-clients"
         )
 
@@ -124,8 +124,8 @@ def pathological(dataset: Dataset, settings: DataSettings, rng: np.random.Genera
             raise SettingsError(
                 f"classes-per-client = {per_client} with num-clients = {clients} gives the {len(samples)} samples of "
                 f"class {dataset.task.class_names[label]} of {dataset.name} to {len(class_clients)} clients; each "
-                "class needs at least one client, and each of its clients a sample. Choose num-clients times "
-                f"classes-per-client as a multiple of the {num_classes} classes"
+                "class needs at least one client, and each client needs a sample; choose num-clients and "
+                f"classes-per-client so that their product is a multiple of the {num_classes} classes"
             )
         even_share = len(samples) / len(class_clients)
         sizes = rng.integers(max(1, int(even_share / 10)), max(2, int(even_share)), len(class_clients) - 1)

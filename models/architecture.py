@@ -62,7 +62,7 @@ class Architecture:
         ----------
         extend : callable
             Takes the chain of layers, and returns the changed chain, or a module whose attribute ``model`` is the chain
-            and whose property ``layers`` has the extra layers by name. The arguments must be hashable.
+            and whose property ``layers`` maps names to the extra layers. The arguments must be hashable.
         """
         return replace(self, extension=(extend, tuple(sorted(arguments.items()))))
 
@@ -156,7 +156,7 @@ class Architecture:
 
 
 def reduced_like(plain: Architecture, arrays: Mapping[str, FloatArray]) -> Architecture:
-    """Return the plain architecture with the ranks of a stored reduced model."""
+    """Return the plain architecture, but with the ranks of a stored low-rank model."""
     names = {layer: _chain(plain).stem(layer) for layer in plain.fully_connected}
     down = {layer: arrays.get(stem + "down.weight") for layer, stem in names.items()}
     return replace(plain, ranks=tuple((layer, len(factor)) for layer, factor in down.items() if factor is not None))
@@ -194,7 +194,7 @@ def architecture_for(
     allowed = tuple(layer for layer in chain.layer_names[:-1] if any(True for _ in chain.layer(layer).parameters()))
     if invalid := [layer for layer in names if layer not in allowed]:
         raise SettingsError(
-            f"frozen = {frozen!r}: {invalid[0]!r} is not a layer of model = {name!r} that can be frozen; allowed are "
+            f"frozen = {frozen!r}: {invalid[0]!r} is not a layer of model = {name!r} that can be frozen; allowed: "
             f"{', '.join(allowed) or 'none'}"
         )
     return replace(plain, frozen=tuple(layer for layer in allowed if layer in names))

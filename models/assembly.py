@@ -29,8 +29,8 @@ def build(
 ) -> nn.Module:
     """Return a network; the same seed gives the same weights.
 
-    The arguments are the fields of :class:`~posy.models.architecture.Architecture`. ``fixed`` has the fixed tensors of
-    the network without reduced ranks, by name.
+    The arguments are the fields of :class:`~posy.models.architecture.Architecture`. ``fixed`` maps names to the fixed
+    tensors of the network without low-rank layers.
     """
     chain = build_model(model, task, seed=seed, ranks=ranks)
     if linear_init == "kaiming":

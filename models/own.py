@@ -112,7 +112,7 @@ def build_custom(name: str, task: Task, ranks: Mapping[str, int]) -> CustomModel
     head = head or next((path for path, part in reversed(list(module.named_modules())) if type(part) is nn.Linear), "")
     parts = dict(module.named_modules())
     if not head or type(parts.get(head)) is not nn.Linear:
-        problem = f"{head!r} is {type(parts[head]).__name__ if head in parts else 'none of its modules'}"
+        problem = f"{head!r} is {type(parts[head]).__name__ if head in parts else 'not one of its modules'}"
         raise SettingsError(f"{source}: its head must be an nn.Linear; " + (problem if head else "it has none"))
     head_layer = parts[head]
     assert isinstance(head_layer, nn.Linear)
@@ -171,7 +171,7 @@ def _called(build: Callable[[], Any], source: str) -> Any:
     except SettingsError:
         raise
     except Exception as error:  # the user's code may raise anything
-        raise SettingsError(f"{source}: it has raised {format_error(error)}") from error
+        raise SettingsError(f"{source}: it raised {format_error(error)}") from error
 
 
 def _check_parameters(module: nn.Module, source: str) -> None:
@@ -185,8 +185,8 @@ def _check_parameters(module: nn.Module, source: str) -> None:
     for name, tensor in module.named_parameters(remove_duplicate=False):
         if (other := owners.setdefault(id(tensor), name)) != name and tensor.requires_grad:
             raise SettingsError(
-                f"{source}: {other} and {name} are one tensor, and methods share whole layers; give each layer its own "
-                "tensor, or freeze the tensor with requires_grad_(False)"
+                f"{source}: {other} and {name} are the same tensor, but methods share whole layers; give each layer "
+                "its own tensor, or freeze the tensor with requires_grad_(False)"
             )
         if tensor.dtype != torch.float32:
             raise SettingsError(f"{source}: {name} is of {tensor.dtype}; parameters must be float32")
@@ -263,7 +263,7 @@ def _replace_dropout(module: nn.Module, probe: Tensor, source: str) -> None:
     for name, part in dropouts.items():
         if len(shapes[name]) != 1:
             raise SettingsError(
-                f"{source}: {name} is used {len(shapes[name])} times for a batch; a dropout layer is used once"
+                f"{source}: {name} is used {len(shapes[name])} times for a batch; use each dropout layer only once"
             )
         _put(module, name, CustomDropout(shapes[name][0], part.p))
 
@@ -295,7 +295,7 @@ def _layers(module: nn.Module, chosen_layers: Sequence[str], source: str) -> dic
     parts = dict(module.named_modules())
     if unknown := [path for path in chosen_layers if path not in parts]:
         modules = ", ".join(filter(None, parts))
-        raise SettingsError(f"{source}: it has no module {unknown[0]!r} to be a layer; it has {modules}")
+        raise SettingsError(f"{source}: the layer {unknown[0]!r} is not one of its modules, which are {modules}")
     paths = list(chosen_layers) or [
         path for path, part in _children(module) if next(part.parameters(), None) is not None
     ]

@@ -1,4 +1,4 @@
-"""`python -m posy` is `posy`."""
+"""Let `python -m posy` run the `posy` command."""
 
 import sys
 

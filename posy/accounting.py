@@ -2,9 +2,9 @@
 
 An :class:`Event` is one use of a mechanism, for example the noise on one reply. Uses without subsampling compose
 exactly: together, mechanisms with the noise multipliers z_1, …, z_T are equivalent to one Gaussian mechanism with the
-noise multiplier (Σ z_t⁻²)^(-1/2) (Dong et al., 2022, Corollary 3.3). Theorem 8 of Balle & Wang (2018) gives its (ε, δ).
-Events with Poisson subsampling need the RDP accountant of the library dp-accounting, which the extra `privacy`
-installs.
+noise multiplier (Σ z_t⁻²)^(-1/2) (Dong et al., 2022, Corollary 3.3). Theorem 8 of Balle & Wang (2018) gives the (ε, δ)
+of this mechanism. Events with Poisson subsampling need the RDP accountant of the library dp-accounting, which the extra
+`privacy` installs.
 
 A ledger is a file in JSON Lines format with one event per line; see :func:`ledger_line`. All functions are pure.
 """

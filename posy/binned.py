@@ -31,10 +31,10 @@ class BinnedScores:
     confusion : numpy.ndarray, (C, C)
         Numbers of samples per true class (row) and predicted class (column); 0 for labels.
     decided : numpy.ndarray, (C, 2, 2)
-        For each class or label, numbers of samples without and with it (row) that are predicted without and with it
-        (column). Of two classes, the positive class is predicted at the threshold.
+        For each class or label, a confusion matrix: true absence and presence (rows), and predicted absence and
+        presence (columns). With two classes, the threshold decides whether the positive class is predicted.
     histograms : numpy.ndarray, (C, 2, BINS)
-        For each class or label, numbers of samples without and with it in each bin of its probability.
+        For each class or label and each bin of its probability, numbers of samples without and with it.
     calibration : numpy.ndarray, (3, CALIBRATION_BINS)
         Numbers of samples and of correct predictions in each bin of confidence, and sums of confidences in 1 /
         :data:`STEPS`.
@@ -77,7 +77,7 @@ class BinnedScores:
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[int], size: int) -> "BinnedScores":
-        """Return the sums in the flat list :attr:`numbers`."""
+        """Restore the sums from the flat list :attr:`numbers`."""
         shapes = cls.shapes(size)
         cuts = np.cumsum([math.prod(shape) for shape in shapes])[:-1]
         parts = np.split(np.array(numbers, np.int64), cuts)
@@ -96,7 +96,7 @@ class BinnedScores:
         return [int(number) for part in parts for number in part.ravel()]
 
     def values(self, target: str, positive: int = 1, sensitivity: float = 0.9) -> dict[str, float]:
-        """Return the metrics that the samples define, keyed by name; the arguments are as in ``Predictions``."""
+        """Return the metrics that are defined for the samples, keyed by name. Arguments are as in ``Predictions``."""
         samples = int(self.totals[0])
         if not samples:
             return {}
@@ -130,7 +130,7 @@ class BinnedScores:
     def auroc_error(self, target: str, positive: int = 1) -> float:
         """Return the largest possible difference between the binned AUROC and the AUROC of the exact probabilities.
 
-        It is half the share of pairs of a positive and a negative sample that fall into one bin.
+        It is half the share of pairs of a positive and a negative sample that fall into the same bin.
         """
         is_binary = target == CLASSES and len(self.confusion) == 2
         ranked = [positive] if is_binary else range(len(self.confusion))

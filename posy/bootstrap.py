@@ -19,7 +19,8 @@ _BLOCK = 4_000_000  # weights that are processed at once
 def intervals(predictions: Predictions, names: Collection[str], rng: np.random.Generator) -> dict[str, list[float]]:
     """Return percentile bootstrap intervals ``[low, high]`` of metrics over the samples, keyed by name.
 
-    All metrics are computed from the same draws. A draw in which a metric is not defined does not count for it.
+    All metrics are computed from the same draws. A draw in which a metric is not defined does not count for this
+    metric.
 
     References
     ----------

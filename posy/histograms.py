@@ -54,7 +54,7 @@ def f1_scores(hits: Array, predicted: Array, actual: Array, *, micro: bool) -> d
     hits, predicted, actual : numpy.ndarray, (..., C)
         Numbers of correctly predicted, of predicted and of actual samples of each class or label.
     micro : bool
-        Whether these are labels, which also have a micro average, and of which absent ones count.
+        Whether the scores are for labels. Labels also have a micro average, and absent labels count as 0.
     """
     sums = np.asarray(predicted + actual, np.float64)
     scores = ratio(2.0 * hits, sums, absent=0.0)

@@ -13,8 +13,8 @@ CALIBRATION_BINS = 15
 class Metric:
     """A metric. ``name`` appears in settings and columns, ``title`` in tables.
 
-    ``targets`` lists the targets that have it. ``in_percent`` is whether tables show it in percent, ``lower_is_better``
-    whether lower values are better, and ``binary_only`` whether it needs two classes.
+    ``targets`` lists the targets for which the metric is defined. ``in_percent`` is True if tables show the metric in
+    percent, ``lower_is_better`` if lower values are better, and ``binary_only`` if the metric needs two classes.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Metric:
     binary_only: bool = False
 
     def format(self, value: float | None) -> str:
-        """Return a value as text, in percent or with four significant digits; None is an empty text."""
+        """Return a value as text, in percent or with four significant digits; None gives an empty string."""
         text = self.number(value)
         return f"{text} %" if text and self.in_percent else text
 
@@ -49,27 +49,28 @@ class Metric:
 
 _CATEGORICAL = (CLASSES, LABELS)
 _ALL = (
-    Metric("accuracy", "accuracy", "samples whose class, or whose set of labels, is predicted", _CATEGORICAL),
+    Metric("accuracy", "accuracy", "share of samples whose class or set of labels is predicted", _CATEGORICAL),
     Metric("balanced-accuracy", "balanced accuracy", "mean recall over the classes that occur"),
     Metric("macro-f1", "macro F1", "mean F1 over the classes that occur or are predicted", _CATEGORICAL),
     Metric("weighted-f1", "weighted F1", "mean F1 over the classes, weighted by their samples", _CATEGORICAL),
     Metric("micro-f1", "micro F1", "F1 over all pairs of a sample and a label", (LABELS,)),
-    Metric("auroc", "AUROC", "area under the ROC curve; more than two classes: mean of each against the rest",
-           _CATEGORICAL),
+    Metric("auroc", "AUROC",
+           "area under the ROC curve; with more than two classes, mean of each class against the rest", _CATEGORICAL),
     Metric("average-precision", "average precision", "area under the precision-recall curve, averaged like the AUROC",
            _CATEGORICAL),
-    Metric("sensitivity", "sensitivity", "positive samples that are predicted as positive at `threshold`",
+    Metric("sensitivity", "sensitivity", "share of positive samples that are predicted as positive at `threshold`",
            binary_only=True),
-    Metric("specificity", "specificity", "negative samples that are predicted as negative at `threshold`",
+    Metric("specificity", "specificity", "share of negative samples that are predicted as negative at `threshold`",
            binary_only=True),
     Metric("specificity-at-sensitivity", "specificity at fixed sensitivity",
            "highest specificity with a sensitivity of at least `fixed-sensitivity`", binary_only=True),
     Metric("log-loss", "log loss", "mean negative log-likelihood", _CATEGORICAL, in_percent=False,
            lower_is_better=True),
-    Metric("brier", "Brier score", "mean squared error of the probabilities, summed over more than two classes",
+    Metric("brier", "Brier score",
+           "mean squared error of the probabilities; with more than two classes, summed over the classes",
            _CATEGORICAL, in_percent=False, lower_is_better=True),
     Metric("calibration-error", "calibration error",
-           f"expected calibration error of the most probable class, {CALIBRATION_BINS} equal bins",
+           f"expected calibration error of the most probable class, with {CALIBRATION_BINS} equal bins",
            lower_is_better=True),
     Metric("mae", "MAE", "mean absolute error", (VALUES,), in_percent=False, lower_is_better=True),
     Metric("rmse", "RMSE", "root of the mean squared error", (VALUES,), in_percent=False, lower_is_better=True),

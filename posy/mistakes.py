@@ -46,7 +46,7 @@ def place_of(error: BaseException, *, outside: bool = True) -> str:
 
 
 def method_error(error: Exception) -> MethodError:
-    """Return the exception that reports a mistake to the server: its traceback in a simulation, else its location."""
+    """Return the exception that reports a mistake to the server: in a simulation the traceback, else the location."""
     if of_simulation():
         return MethodError("".join(traceback.format_exception(error)))
     return MethodError(f"{type(error).__name__} at {place_of(error)}: {error}")

@@ -1,7 +1,7 @@
 """Metrics of predictions on labelled samples, for classification, multi-label classification and regression.
 
-A metric that the samples do not define, such as the AUROC of samples from a single class, has no value (None). Means
-over classes skip the classes for which the metric is not defined.
+A metric that is not defined for the samples, such as the AUROC of samples from a single class, has no value (None).
+Means over classes skip the classes for which the metric is not defined.
 """
 
 import math
@@ -73,7 +73,7 @@ class Predictions:
 
     @cached_property
     def ranked(self) -> list[int]:
-        """The classes or labels over which ranking metrics are averaged: of two classes, only the positive one."""
+        """The classes or labels over which ranking metrics are averaged; for two classes, only the positive class."""
         return [self.positive] if self.is_binary else list(range(self.size))
 
     def rows(self, indices: npt.NDArray[np.integer]) -> "Predictions":
@@ -85,7 +85,7 @@ class Predictions:
 
 
 def log_losses(p: Predictions) -> Floats:
-    """Return the negative log-likelihood of each sample ``(n,)``; of labels, their mean over the labels.
+    """Return the negative log-likelihood of each sample ``(n,)``, or for labels its mean over the labels.
 
     Like scikit-learn, the function replaces smaller probabilities by float64's epsilon.
     """
@@ -100,7 +100,8 @@ def log_losses(p: Predictions) -> Floats:
 def brier_scores(p: Predictions) -> Floats:
     """Return the squared error of the probabilities of each sample ``(n,)``.
 
-    For two classes it is the error of one of them (Brier, 1950, halved), for more classes the sum, for labels the mean.
+    For two classes, it is the error of one class: half of the original score (Brier, 1950). For more classes, it is the
+    sum over the classes, and for labels the mean over the labels.
     """
     squares = np.square(p.outputs - p.indicators)
     scores: Floats = squares.mean(axis=1) if p.target == LABELS or p.is_binary else squares.sum(axis=1)
@@ -136,7 +137,7 @@ class _Weighted:
 
     @cached_property
     def counts(self) -> tuple[Floats, Floats, Floats]:
-        """Weights of the samples predicted correctly, predicted, and actual of each class or label ``(B, C)``."""
+        """Weights of the correctly predicted, predicted and actual samples of each class or label ``(B, C)``."""
         predicted, actual = self.p.predicted, self.p.indicators
         if self.p.target == CLASSES:
             predicted = (predicted[:, None] == np.arange(self.p.size)).astype(np.int64)
@@ -159,7 +160,7 @@ class _Weighted:
 
     @cached_property
     def ranking(self) -> dict[str, Floats]:
-        """Ranking metrics, keyed by name, averaged over the classes or labels that the samples define."""
+        """Ranking metrics, keyed by name, averaged over the classes or labels for which they are defined."""
         histograms = [self.histogram(label) for label in self.p.ranked]
         functions = {"auroc": auroc, "average-precision": average_precision}
         return {
@@ -168,7 +169,7 @@ class _Weighted:
 
 
 def _mean(values: npt.ArrayLike, axis: int) -> Floats:
-    """Return the mean of the values other than NaN, NaN if there are none."""
+    """Return the mean of the values other than NaN, or NaN if there are no such values."""
     array = np.asarray(values)
     is_defined = np.isfinite(array)
     return ratio(np.where(is_defined, array, 0.0).sum(axis), is_defined.sum(axis))
@@ -232,7 +233,7 @@ They equal scikit-learn's functions, whose checks take longer than the computati
 
 
 def weighted(p: Predictions, weights: Floats, names: Collection[str]) -> dict[str, Floats]:
-    """Return the named metrics of weighted samples ``(B,)``, keyed by name; NaN where the samples do not define one.
+    """Return the named metrics of weighted samples ``(B,)``, keyed by name; NaN where a metric is undefined.
 
     Parameters
     ----------
@@ -248,7 +249,7 @@ def weighted(p: Predictions, weights: Floats, names: Collection[str]) -> dict[st
 
 
 def values_of(predictions: Predictions, names: Collection[str]) -> dict[str, float]:
-    """Return the named metrics that the samples define, keyed by name."""
+    """Return the named metrics that are defined for the samples, keyed by name."""
     if not (count := len(predictions.y)):
         return {}
     values = {name: float(v[0]) for name, v in weighted(predictions, np.ones((1, count)), names).items()}
@@ -261,7 +262,7 @@ def values_of(predictions: Predictions, names: Collection[str]) -> dict[str, flo
 
 
 def value_of(metric: str, predictions: Predictions) -> float | None:
-    """Return a metric's value for predictions, or None if the samples do not define it."""
+    """Return a metric's value for predictions, or None if the metric is not defined for the samples."""
     return values_of(predictions, [metric]).get(metric)
 
 

@@ -157,7 +157,7 @@ class Setting:
     custom_kind: str = ""
     """Kind of object that a custom ``file:function`` must define. Empty if the setting allows no custom code."""
     number_or: str = ""
-    """A word that the setting allows in place of a number. The word is then the default."""
+    """A word that the setting allows in place of a number. If set, this word is also the default."""
     minimum: float = -math.inf
     above: float = -math.inf
     maximum: float = math.inf
@@ -186,12 +186,12 @@ class Setting:
 
     @property
     def before(self) -> Any:
-        """Its value for runs that were started before the setting existed."""
+        """The value of the setting for runs that were started before the setting existed."""
         return self.default if self.earlier is None else self.earlier
 
     @property
     def kind(self) -> type:
-        """The type of its values."""
+        """The type of the values."""
         return float if self.number_or else type(self.default)
 
     @property
@@ -200,7 +200,7 @@ class Setting:
         return MOST if self.kind is int and self.maximum == math.inf else self.maximum
 
     def unmet(self, values: Mapping[str, Scalar]) -> str:
-        """Return the assignments that make its condition false, such as ``dp-clip = 0.0``, or an empty string.
+        """Return the assignments that make the condition false, such as ``dp-clip = 0.0``, or an empty string.
 
         Parameters
         ----------
@@ -215,7 +215,7 @@ class Setting:
         return " and ".join(f"{key} = {quoted(values[key])}" for key in failed)
 
     def largest(self, values: Mapping[str, Scalar]) -> float:
-        """Return the largest value that has an effect in a run: its limit, or infinity if it has none.
+        """Return the largest value that has an effect in a run: the limit, or infinity without a limit.
 
         Parameters
         ----------
@@ -229,7 +229,7 @@ class Setting:
 
     @property
     def described(self) -> str:
-        """Its meaning, its limit, and the condition under which it has an effect."""
+        """The meaning of the setting, its limit, and the condition under which it has an effect."""
         limit = f"; at most {self.limit}" if self.limit else ""
         return self.help + limit + (f"; needs {self.needs}" if self.needs else "")
 

@@ -37,9 +37,9 @@ class Delivery:
     number: str
     """Id that a reply refers to: the id of the message or of its last copy; empty if no reply can arrive."""
     sent: float
-    """Time at which it was first sent, on the monotonic clock."""
+    """Time at which the message was first sent, on the monotonic clock."""
     ask_at: float
-    """Time at which the next ping to its node is due."""
+    """Time at which the next ping to the node is due."""
     silence: float
     """Seconds after which the node's silence is unusual."""
     patience: float
@@ -47,7 +47,7 @@ class Delivery:
     questions: set[str] = field(default_factory=set)
     """Ids of the pings sent after the message or its last copy."""
     proven: bool = False
-    """Whether its node has answered a ping that was sent after the message."""
+    """Whether the node has answered a ping that was sent after the message."""
     lost: bool = False
     """Whether the message or its reply is lost, so that a copy is due as soon as the node is connected."""
     patience_ends: float = math.inf

@@ -34,9 +34,9 @@ FEW_CLASSES, MAX_CLASSES = 4, 60
 class Federation:
     """A run's clients, which agree on a task, join before the first round, and may leave and return.
 
-    :class:`~posy.server_app.nodes.NodeRegistry` asks the nodes for their clients,
-    :class:`~posy.server_app.membership.Membership` assigns each client to a name and a node, and
-    :class:`~posy.server_app.presence.Presence` waits until enough clients are present.
+    * :class:`~posy.server_app.nodes.NodeRegistry` asks the nodes for their clients.
+    * :class:`~posy.server_app.membership.Membership` assigns each client to a name and a node.
+    * :class:`~posy.server_app.presence.Presence` waits until enough clients are present.
 
     Parameters
     ----------
@@ -99,7 +99,7 @@ class Federation:
         task = f"{data.sample_kind} samples of shape {data.input_shape}; classes {data.classes}"
         log(INFO, "%s sites: %s", len(self._descriptions), task)
         self.settings = self._query.settings = replace(self.settings, data=data)
-        self.nodes.ask_again()  # about the agreed task, because answers in transit still describe data
+        self.nodes.ask_again()  # the new query concerns the agreed task; answers in transit still describe data
         return self.settings
 
     def join(self, fixed_tensors: Sequence[float] = ()) -> dict[int, ClientInfo]:
@@ -125,7 +125,8 @@ class Federation:
             present = describe_clients(self.clients, self.owners, clients, most=MAX_NAMED)
             log(WARNING, "The run begins without %s of its %s clients: %s present", missing_count, clients, present)
         if not self._of_sites and len(self.nodes) < clients:
-            advice = f'--federation-config "num-supernodes={clients} client-resources-num-cpus=1" gives each a node'
+            option = f'--federation-config "num-supernodes={clients} client-resources-num-cpus=1"'
+            advice = f"{option} gives each client a node"
             explanation = "each node serves several clients, one after the other"
             log(INFO, "%s clients on %s SuperNodes: %s; %s", clients, len(self.nodes), explanation, advice)
         return self.clients

@@ -135,11 +135,11 @@ class Membership:
         """
         last_info = self.records.get(info.client, info)
         if last_info.name not in ("", info.name):
-            return f"client {info.client} belongs to {last_info.name}: give each its own partition-id"
+            return f"client {info.client} belongs to {last_info.name}: give each node its own partition-id"
         if assigned >= 0 and info.client != assigned:
             return f"it is client {assigned} of this run, but its partition-id is {info.client}"
         if last_info.fingerprint not in ("", info.fingerprint):
-            return f"its data has changed since client {info.client} joined this run; start a new run with it"
+            return f"its data has changed since client {info.client} joined this run; start a new run"
         return ""
 
     def _check_unique(self, client: int, claims: Iterable[ClientInfo]) -> None:

@@ -35,7 +35,7 @@ class Node:
     number: int
     """Flower's id of the node, which may change when the node restarts."""
     registered: str = ""
-    """Registered name of its key, or an empty string."""
+    """Registered name of the node's key, or an empty string."""
     claimed_name: str = ""
     """The registered name, or else the name in the node config; empty until the node answers."""
     question: str = ""
@@ -47,7 +47,7 @@ class Node:
     patience: float = field(default_factory=lambda: ASK_SECONDS)
     """Seconds that the server waits for an answer to the next query before it repeats the query."""
     clients: tuple[ClientInfo, ...] = ()
-    """Clients that it claims to host. A site's client may have no index yet (-1)."""
+    """Clients that the node claims to host. A site's client may have no index yet (-1)."""
     description: Description | None = None
     """The site's description of its data."""
     reasons: set[str] = field(default_factory=set)

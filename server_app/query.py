@@ -45,7 +45,7 @@ class NodeQuery:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.fixed_tensors: Sequence[float] = ()
-        """Fingerprint of the network's fixed tensors, which are never sent, so all nodes must build the same ones."""
+        """Fingerprint of the network's fixed tensors. They are never sent, so all nodes must build the same tensors."""
         self._num_clients = settings.data.num_clients
         self._of_sites = settings.data.dataset == SITES
         self._warned: set[tuple[str, str]] = set()
@@ -103,8 +103,8 @@ class NodeQuery:
         )
         if self.fixed_tensors and not is_equal:
             raise BadReplyError(
-                "its network's fixed tensors differ from the server's; on every node, install the file that the model "
-                "loads them from"
+                "its network's fixed tensors differ from the server's; on every node, install the file from which the "
+                "model loads them"
             )
 
     def _log_warnings(self, source: str, answer: Mapping[str, Any]) -> int:

@@ -61,7 +61,7 @@ class RunDirectory:
         """
         if not is_folder_name(run_name):
             raise SettingsError(
-                f"run-name = {run_name!r}: it must be the name of a folder with at most 200 bytes, "
+                f"run-name = {run_name!r}: it must be a folder name of at most 200 bytes, "
                 "without / or \\, and not . or .."
             )
         try:

@@ -77,7 +77,7 @@ class StoredRun:
                 if plain(file_settings.get(key)) != plain(run_settings.get(key))
             ]
             if edited := "; ".join(
-                f"{key} = {file_settings.get(key)!r}, the run has {run_settings.get(key)!r}" for key in keys
+                f"{key} = {file_settings.get(key)!r}, but the run has {run_settings.get(key)!r}" for key in keys
             ):
                 raise SettingsError(
                     f"resume = {name!r}: {path / CONFIG} was edited: {edited}. Restore it, or delete "
@@ -98,7 +98,7 @@ class StoredRun:
             " (not num-server-rounds, because the method, the schedule, full-last-round or the noise depends on it)"
         )
         refusals = [
-            f"{key} = {value!r}, the run has {run_settings[key]!r}"
+            f"{key} = {value!r}, but the run has {run_settings[key]!r}"
             for key, value in sorted(changed.items())
             if not declared[key].resumable or (rounds_are_fixed and key == "num-server-rounds")
         ]

@@ -19,7 +19,7 @@ Dimensions: TypeAlias = tuple[int | str, ...]
 
 
 class Refused(NamedTuple):
-    """The verdict that a method does not support a feature, with the reason."""
+    """The verdict that a method does not support a feature, and the reason."""
 
     why: str
 

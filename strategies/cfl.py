@@ -4,9 +4,10 @@ A cluster splits only in a round in which all its members reply, because the cri
 model. If some members do not reply and the remaining members meet the criterion, Posy logs a warning.
 
 The splits form a binary tree. If the run has hold-out clients, the server stores, for each split, the model
-before the split and the updates on both sides. After the last round, each of these newcomers descends from the
-root. At each split it trains the stored model, and follows the side with the update most similar to its own. The server
-then sends the newcomer the model of the cluster that it has reached.
+before the split and the updates on both sides. After the last round, each hold-out client (newcomer) descends the tree
+from the root. At each split, the newcomer trains the stored model, and follows the side with the update most similar to
+its own. At the end of the descent, the server sends the newcomer the model of the cluster that the newcomer has
+reached.
 """
 
 import math
@@ -124,13 +125,13 @@ class CFLSettings(
         """Warn if no cluster can split, because of the bounds or because each round samples only some clients."""
         if not self.eps1 or self.gamma_max == 1:
             bound = "cfl-eps1 = 0" if not self.eps1 else "cfl-eps1 has no effect with cfl-gamma-max = 1"
-            return (f"{bound}: no cluster can split, so the run will equal FedAvg",)
+            return (f"{bound}: no cluster can split, so the run is equivalent to FedAvg",)
         run, members = settings.run, training_clients(settings)
         if math.ceil(run.fraction_train * members - 1e-9) >= members:
             return ()
         return (
             "a cluster splits only when all its clients reply in one round, and fraction-train = "
-            f"{run.fraction_train:g} excludes some clients: the run will equal FedAvg; set fraction-train = 1",
+            f"{run.fraction_train:g} excludes some clients: the run is equivalent to FedAvg; set fraction-train = 1",
         )
 
 
@@ -283,8 +284,8 @@ def split(
 def bipartition(similarity: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
     """Return the mask ``(m,)`` of the second part of the bipartition with the smallest maximum similarity across parts.
 
-    The function merges the parts of pairs in order of decreasing similarity until two parts remain. The first
-    client is in the first part.
+    The function considers the pairs of clients in order of decreasing similarity. It merges the parts of both clients
+    until two parts remain. The first client is in the first part.
 
     Parameters
     ----------

@@ -101,7 +101,7 @@ class FedACSSettings(MethodSettings, robust="its server mixes a model for each c
         if mixes_alone(self.p, clients):
             return (
                 f"fedacs-p = {self.p:g} with {clients} clients that train: no similarity between two "
-                "clients exceeds δ, so each trains alone, as method = 'local' does; choose a smaller fedacs-p",
+                "clients exceeds δ, so each client trains alone, as with method = 'local'; choose a smaller fedacs-p",
             )
         return ()
 

@@ -107,5 +107,7 @@ class FedALASettings(MethodSettings, robust=True, point="served"):
                 f"which are mixed; set fedala-layers to at most {depth}"
             )
         if not self.eta:
-            notices.append("fedala-eta = 0 leaves all weights at 1, which is FedAvg; set fedala-eta above 0")
+            notices.append(
+                "fedala-eta = 0 leaves all weights at 1, so the run is equivalent to FedAvg; set fedala-eta above 0"
+            )
         return tuple(notices)

@@ -68,7 +68,7 @@ class FedAMPSettings(MethodSettings, robust="its server mixes a model for each c
             "Training starts from the client's own model. It starts from u_i only in the client's first round, and "
             "after the client has lost its state.",
             "Distances exclude BatchNorm's running statistics; u_i mixes them with the same weights.",
-            "PFLlib computes the proximal term from detached tensors. The term then has no gradient, so PFLlib's "
+            "PFLlib computes the proximal term from detached tensors. The term therefore has no gradient, so PFLlib's "
             "clients train alone; `fedamp-strength = 0` has the same effect.",
         ),
         program=Program(
@@ -115,7 +115,7 @@ class FedAMPSettings(MethodSettings, robust="its server mixes a model for each c
         limit = farthest(self.alpha, self.sigma)
         return (
             f"models at an L2 distance above {limit:.3g} do not attend to each other (set by fedamp-sigma); if all "
-            "models are farther apart, this is local training, and attention_to_self in the record is 1",
+            "models are farther apart, each client trains alone, and attention_to_self in the record is 1",
         )
 
 

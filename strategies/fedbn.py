@@ -57,6 +57,6 @@ class FedBNSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):
         if network.normalisation:
             return ()
         return (
-            f"model = {network.model!r} has no normalisation layer to keep on the clients, so FedBN is FedAvg; choose "
-            "a network with BatchNorm, such as resnet18-bn",
+            f"model = {network.model!r} has no normalisation layer to keep on the clients, so the run is equivalent to "
+            "FedAvg; choose a network with BatchNorm, such as resnet18-bn",
         )

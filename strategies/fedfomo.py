@@ -56,7 +56,8 @@ class FedFomoSettings(MethodSettings, robust="its server passes individual model
             "w_n ← max(w_n, 0) / Σ_m max(w_m, 0) (Eq. 5)",
             "θ_i ← θ_i before training + Σ_n w_n (θ_n − θ_i before training) (Eq. 4)",
             "P_i ← P_i + w_i, with w_i before normalisation; P starts as the identity (Section 3.3)",
-            "A client receives the models with the largest P_ij; each is random with probability ε (Section 3.3)",
+            "A client receives the models with the largest P_ij; "
+            "each is replaced by a random model with probability ε (Section 3.3)",
         ),
         sent={"models (k, d)": "the latest models of other clients"},
         returned={
@@ -145,7 +146,9 @@ class FedFomoSettings(MethodSettings, robust="its server passes individual model
                 f"{num_others} models; set fedfomo-models = {num_others}"
             )
         if not self.models:
-            notices.append("with fedfomo-models = 0 clients receive no models: this is local training")
+            notices.append(
+                "with fedfomo-models = 0, clients receive no models, so the run is equivalent to local training"
+            )
         if settings.data.validation_fraction:
             return tuple(notices)
         if self.validation:

@@ -104,7 +104,10 @@ class FedMGDASettings(MethodSettings, robust="its server weights updates by the 
         """Warn if the settings reduce the method to FedAvg."""
         if self.epsilon or self.normalise or self.server_lr != 1 or self.decay != 1:
             return ()
-        return ("with fedmgda-epsilon = 0, fedmgda-normalise = false and constant steps of 1 this is FedAvg",)
+        return (
+            "with fedmgda-epsilon = 0, fedmgda-normalise = false and constant steps of 1, the run is equivalent to "
+            "FedAvg",
+        )
 
 
 class FedMGDA(PersonalisedStrategy):

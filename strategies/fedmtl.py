@@ -74,7 +74,7 @@ class FedMTLSettings(
         ),
         no_program=(
             "The authors' program (gingsmith/fmtl) is MATLAB code for linear support vector machines. PFLlib computes "
-            "its regulariser from detached tensors. It then has no gradient, so PFLlib's clients train alone."
+            "its regulariser from detached tensors. This regulariser has no gradient, so PFLlib's clients train alone."
         ),
     )
     strength: float = setting(
@@ -86,7 +86,7 @@ class FedMTLSettings(
     )
     relations: str = setting(
         "mean",
-        "Omega: `mean` ties every model to the mean of all models, `learnt` derives the relations from the models",
+        "Omega: `mean` ties every model to the mean of all models; `learnt` derives the relations from the models",
         source="choice: PFLlib's relations are fixed too",
         needs="fedmtl-strength > 0",
         choices=("mean", "learnt"),
@@ -99,7 +99,11 @@ class FedMTLSettings(
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
         """Warn if there are no ties, because clients then train alone."""
-        return () if self.strength else ("with fedmtl-strength = 0 the models have no ties: this is local training",)
+        return (
+            ()
+            if self.strength
+            else ("with fedmtl-strength = 0, the models have no ties, so the run is equivalent to local training",)
+        )
 
 
 class FedMTL(AttentionStrategy):

@@ -33,7 +33,7 @@ class FedProxSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
         """Warn if mu is 0."""
-        return () if self.mu else ("mu = 0 removes the proximal term: training is FedAvg's",)
+        return () if self.mu else ("mu = 0 removes the proximal term, so the run is equivalent to FedAvg",)
 
     card = MethodCard(
         paper=PAPER,

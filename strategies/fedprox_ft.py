@@ -13,7 +13,9 @@ class FedProxFTSettings(FedProxSettings, FedAvgFTSettings, dp_sgd=True, robust=T
         CARD,
         paper=PAPER,
         equations=(EQUATION, *CARD.equations[1:]),
-        deviations=("The paper does not fine-tune. FedDRM (2025, Section 3.1) adds it, without the proximal term.",),
+        deviations=(
+            "The paper does not fine-tune. FedDRM (2025, Section 3.1) adds fine-tuning without the proximal term.",
+        ),
         program=replace(
             PROGRAM,
             entry="algorithms/fedproxft.py: FedProxFT.local_train, finetune and aggregate",

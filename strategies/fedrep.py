@@ -43,7 +43,7 @@ class FedRepSettings(MethodSettings, robust=True, point="served"):
         deviations=(
             "Clients are weighted by numbers of samples; the paper weights them equally (`client-weights=uniform`).",
             "The training of the head and the training of the body each begin without momentum. The authors' program "
-            "uses one optimiser for both phases, in which a frozen layer takes no step.",
+            "uses one optimiser for both phases, which skips frozen layers.",
             "While the head trains, BatchNorm layers of the body use their running statistics without updating them. "
             "The authors' networks have no BatchNorm.",
             "After the last round, the authors' program also trains every client's head for ten more epochs and "

@@ -25,7 +25,7 @@ class FedSAMFTSettings(FedAvgFTSettings, robust=True):
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
         """Warn if rho is 0."""
-        return () if self.rho else ("fedsam-ft-rho = 0: training is FedAvg's, and the method is fedavg-ft",)
+        return () if self.rho else ("fedsam-ft-rho = 0: the run is equivalent to method = fedavg-ft",)
 
     card = replace(
         CARD,
@@ -41,7 +41,7 @@ class FedSAMFTSettings(FedAvgFTSettings, robust=True):
             *CARD.equations[1:],
         ),
         deviations=(
-            "The paper does not fine-tune. FedDRM (2025, Section 3.1) adds it.",
+            "The paper does not fine-tune. FedDRM (2025, Section 3.1) adds fine-tuning.",
             "Clients are weighted by numbers of samples, as in FedDRM's program; the paper weights them equally "
             "(`client-weights=uniform`). The server's learning rate is 1.",
             "Only the passes at w, not at w̃, update BatchNorm's running statistics, as in published SAM programs.",

@@ -88,11 +88,14 @@ class IFCASettings(
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
         """Warn if all cluster models are equal at the start, because then all clients stay in cluster 0."""
         if self.clusters == 1:
-            return ("with ifca-clusters = 1 all clients share one model: this is FedAvg",)
+            return ("with ifca-clusters = 1, all clients share one model, so the run is equivalent to FedAvg",)
         first, second = (network.initial(model_seed(settings.run.seed, number)) for number in (0, 1))
         if not np.array_equal(first, second):
             return ()
-        return ("`weights` gives all cluster models the same start, so all clients stay in cluster 0: this is FedAvg",)
+        return (
+            "`weights` gives all cluster models the same start, so all clients stay in cluster 0, and the run is "
+            "equivalent to FedAvg",
+        )
 
 
 class IFCA(PersonalisedStrategy):

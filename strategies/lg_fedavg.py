@@ -71,6 +71,7 @@ class LGFedAvgSettings(MethodSettings, dp_sgd=True, robust=True, point="served")
         if self.layers < depth:
             return ()
         return (
-            f"lg-fedavg-layers = {self.layers} shares all {depth} layers of model = {network.model!r}: that is FedAvg; "
+            f"lg-fedavg-layers = {self.layers} shares all {depth} layers of model = {network.model!r}, so the run is "
+            "equivalent to FedAvg; "
             + (f"set lg-fedavg-layers to at most {depth - 1}" if depth > 1 else "choose a network with more layers"),
         )

@@ -30,7 +30,7 @@ LIMBS, LIMB_BITS = 4, 16
 MAX_CLIENTS = 2 ** (32 - LIMB_BITS)
 """Maximum number of clients in a round."""
 ONE = 2**30
-"""The word that encodes a change of ``secure-range``, the maximum. Sums over all clients stay within ±2^30."""
+"""The word that encodes the maximum change of a parameter, ``secure-range``. Sums over clients stay within ±2^30."""
 
 
 class MaskingError(ValueError):
@@ -70,8 +70,8 @@ def decoded(total: Words, shares: Sequence[float], limit: float) -> npt.NDArray[
     Raises
     ------
     MaskingError
-        If the last word is not the sum of the shares, which means that the masks do not cancel, or if a mean exceeds
-        the limit, which means that a client has sent a change above the limit.
+        If the masks do not cancel, so that the last word is not the sum of the shares, or if a mean exceeds the limit
+        because a client has sent a larger change.
     """
     if int(total[-1]) != sum(map(_share_word, shares)) % 2**32:
         raise MaskingError("the masks do not cancel")

@@ -57,7 +57,7 @@ METHODS = {
 }
 """Each method's name in the settings, mapped to the prefix of its class names."""
 REFERENCES = {"pooled": "Pooled"}
-"""Trainings that are not federated, for comparison with the methods; otherwise as in :data:`METHODS`."""
+"""References without federation, for comparison with the methods; the format is the same as in :data:`METHODS`."""
 _CLASSES = METHODS | REFERENCES
 
 
@@ -74,7 +74,7 @@ def check_method(method: str, where: str = "") -> None:
     if method in _CLASSES or is_custom(method):
         return
     near = nearest(method, _CLASSES)
-    allowed = f"it must be one of {', '.join(_CLASSES)}, or file:Name of your own"
+    allowed = f"it must be one of {', '.join(_CLASSES)}, or file:Name for a custom method"
     hint = f"did you mean {near}? (`posy methods` lists all)" if near else allowed
     raise SettingsError(f"method = {quoted(method)}" + (f" {set_in(where)}" if where else "") + f": {hint}")
 

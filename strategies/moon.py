@@ -1,8 +1,8 @@
-"""MOON (Li et al., 2021): features are pulled towards the global model's and pushed away from the previous model's.
+"""MOON (Li et al., 2021): a contrastive term pulls a client's features towards the global model's features.
 
-The contrastive term compares features (the head's inputs) instead of the outputs of the paper's projection head, so
-that all methods train the same network. In a client's first round, the previous model is the global model, and the
-term is constant.
+The term also pushes the features away from the features of the client's previous model. Features are the head's inputs,
+instead of the outputs of the paper's projection head, so that all methods train the same network. In a client's first
+round, the previous model is the global model, and the term is constant.
 """
 
 from typing import TYPE_CHECKING
@@ -75,7 +75,7 @@ class MOONSettings(MethodSettings, robust=True, point="served"):
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
         """Warn if the contrastive term has no gradient."""
         if not self.mu:
-            return ("moon-mu = 0: this is FedAvg",)
+            return ("moon-mu = 0: the run is equivalent to FedAvg",)
         if not network.layer_names[:-1]:
-            return (f"model = {settings.train.model}: its head is its only layer, so this is FedAvg",)
+            return (f"model = {settings.train.model}: its head is its only layer, so the run is equivalent to FedAvg",)
         return ()

@@ -56,7 +56,9 @@ class PerFedAvgSettings(MethodSettings, robust=True):
         parts = 3 if self.hessian == "hf" else 2
         warnings = []
         if not self.alpha:
-            warnings.append(f"per-fedavg-alpha = 0: this is FedAvg on one of {parts} parts of each mini-batch")
+            warnings.append(
+                f"per-fedavg-alpha = 0: the run is equivalent to FedAvg on one of {parts} parts of each mini-batch"
+            )
         if settings.train.batch_size < parts:
             warnings.append(
                 f"batch-size = {settings.train.batch_size}: a mini-batch has fewer samples than the {parts} parts, so "

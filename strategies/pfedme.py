@@ -76,7 +76,7 @@ class PFedMeSettings(MethodSettings, robust=True):
         if self.strength * self.personal_lr < 2:
             return ()
         return (
-            f"pfedme-strength * pfedme-personal-lr = {self.strength * self.personal_lr:g}: from 2 on, the steps "
+            f"pfedme-strength * pfedme-personal-lr = {self.strength * self.personal_lr:g}: at 2 or more, the steps "
             "towards the personal model diverge; lower one of the two settings",
         )
 
@@ -94,7 +94,7 @@ class PFedMeSettings(MethodSettings, robust=True):
             "w ← (1 − β) w + β Σ_i (n_i / n) w_i over the sampled clients (Algorithm 1, line 12)",
         ),
         sent={"model (d,)": "the global model w"},
-        returned={"model (d,)": "the client's w_i; nothing, if the client is not in the round's sample"},
+        returned={"model (d,)": "the client's w_i; nothing if the client is not in the round's sample"},
         server_state={"model": "the global model w (d,)"},
         client_state={"model": "the personal model θ_i (d,), or w_i with `pfedme-scored=w`"},
         scored=(
@@ -104,11 +104,11 @@ class PFedMeSettings(MethodSettings, robust=True):
         deviations=(
             "The mean over clients is weighted by samples, as in the authors' program; in the paper, it is uniform "
             "(`client-weights=uniform`).",
-            "θ starts at w and continues from mini-batch to mini-batch, as in the authors' program; the paper leaves "
-            "its start open.",
+            "θ starts at w and continues from mini-batch to mini-batch, as in the authors' program; the paper does "
+            "not specify the starting point.",
             "`weight-decay` is a part of f_i. The authors' program uses a decay of 0.001 for θ. The paper uses 0, "
             "and so does Posy.",
-            "`local-epochs` count passes over the data; in the paper and its program R counts mini-batches "
+            "`local-epochs` counts passes over the data; in the paper and its program R counts mini-batches "
             "(`local-steps`).",
             "With BatchNorm, w_i takes θ's running statistics, because the method has no forward pass at w_i.",
         ),
@@ -145,11 +145,11 @@ class PFedMe(PersonalisedStrategy):
 
     @property
     def samples(self) -> bool:
-        """Whether more clients train than send their models."""
+        """Whether all clients train, but only a sample of them sends models."""
         return self.method.clients == "all" and self.settings.run.fraction_train < 1
 
     def trains_all(self, server_round: int) -> bool:
-        """Return whether all members train in a round; they do if only a sample of them sends models."""
+        """Return True if only a sample of the members sends models; otherwise, return the default."""
         return self.samples or super().trains_all(server_round)
 
     def train_config(self, server_round: int, client: int) -> dict[str, Any]:

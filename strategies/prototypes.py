@@ -40,4 +40,4 @@ def check_class_counts(counts: npt.ArrayLike, enrolled: int) -> None:
         raise BadReplyError(f"samples by class: {n.tolist()}")
     total = float(n.sum())
     if abs(total - enrolled) > 1e-6 * enrolled:
-        raise BadReplyError(f"{total:.0f} samples by class, but the client has joined with {enrolled}")
+        raise BadReplyError(f"{total:.0f} samples by class, but the client joined with {enrolled}")

@@ -33,7 +33,7 @@ UNREADABLE = (
 ITEM_BYTES, HEADER_BYTES = 8, 4096
 """Maximum size in bytes of an array element in a reply, and of the array's header."""
 LOSS = "loss"
-"""Key of the loss on a split, which comes with the metrics in :mod:`posy.metrics`."""
+"""Key of the loss on a split, which clients report together with the metrics in :mod:`posy.metrics`."""
 SCORES = {
     f"{point}{split}-{measure}": measure
     for split in ("", "-validation", "-training")
@@ -238,7 +238,7 @@ def check_count(key: str, count: Any, least: int) -> None:
 def check_enrolled(key: str, count: Any, enrolled: int) -> None:
     """Raise :class:`BadReplyError` if a client's number of samples has changed since it joined."""
     if count != enrolled:
-        raise BadReplyError(f"{key} = {count:.0f}, but the client has joined with {enrolled}")
+        raise BadReplyError(f"{key} = {count:.0f}, but the client joined with {enrolled}")
 
 
 def read_update(content: RecordDict, shapes: Mapping[str, tuple[int, ...]], *, with_loss: bool = True) -> Update:

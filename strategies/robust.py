@@ -51,7 +51,7 @@ class Rule:
     attackers : int
         Number f of arbitrary models that Krum and Multi-Krum tolerate.
     selected : int
-        Number of models that Multi-Krum averages; 0: all but f.
+        Number of models that Multi-Krum averages; 0: the number of models minus f.
     """
 
     name: str
@@ -111,7 +111,7 @@ class Rule:
 
 
 def median(rows: FloatArray, block: int = BLOCK) -> FloatArray:
-    """Return the median of each column ``(d,)``; for an even number of values, the mean of the two middle ones.
+    """Return the median of each column ``(d,)``; for an even number of values, the mean of the two middle values.
 
     Parameters
     ----------

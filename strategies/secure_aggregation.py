@@ -486,8 +486,8 @@ def excluded_by(refused: Mapping[int, Mapping[int, str]], neighbours: Mapping[in
         if 2 * len(refusers) > len(neighbours[client]):
             count = f"{len(refusers)} of {len(neighbours[client])} clients refuse its keys"
             excluded[client] = (
-                f"{count}: {refused[refusers[0]][client]}; where sites sign their keys, its node config needs "
-                "signing-key and trusted-keys, and every site its public key"
+                f"{count}: {refused[refusers[0]][client]}; if sites sign their keys, its node config needs "
+                "signing-key and trusted-keys, and every site needs its public key"
             )
     return excluded
 
@@ -549,9 +549,9 @@ def _check_sealed(answer: Any, roster: Sequence[int]) -> None:
 
 def _check(answer: Any, count: int, size: int) -> None:
     if not isinstance(answer, list) or [type(text) for text in answer] != [bytes] * count:
-        raise BadReplyError(f"an answer without the expected {count} texts")
+        raise BadReplyError(f"an answer that is not a list of {count} byte strings")
     if any(len(text) != size for text in answer):
-        raise BadReplyError(f"texts of {[len(text) for text in answer]} bytes instead of {size}")
+        raise BadReplyError(f"byte strings of lengths {[len(text) for text in answer]} instead of {size}")
 
 
 def _refusals(texts: Sequence[Any], neighbours: set[int]) -> dict[int, str]:
@@ -569,7 +569,7 @@ def _refusals(texts: Sequence[Any], neighbours: set[int]) -> dict[int, str]:
 
 def _check_keys(client: int, answer: Answer) -> None:
     if not isinstance(answer, list):
-        raise BadReplyError("an answer without texts")
+        raise BadReplyError("an answer that is not a list of byte strings")
     _check(answer[:2], 2, KEY_BYTES)
     for key in answer[:2]:
         check_public(key)

@@ -61,7 +61,7 @@ def check_state(strategy: ServerHooks) -> None:
         value: Any = getattr(strategy, name, None)
         if not isinstance(value, np.ndarray):
             raise SettingsError(
-                f"method = {strategy.settings.run.method!r}: {kind}.state names {name!r}, but {kind}.initialise has "
+                f"method = {strategy.settings.run.method!r}: {kind}.state names {name!r}, but {kind}.initialise "
                 f"set it to {value!r}; it must be a NumPy array"
             )
 

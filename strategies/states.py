@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class LostStateError(BadReplyError):
-    """A state version that a message named, but that the client's node does not have."""
+    """A client's node does not have the state version that a message names."""
 
 
 @dataclass

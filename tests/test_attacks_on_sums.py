@@ -404,7 +404,7 @@ def test_a_different_config_entry_prevents_unmasking(
     done = federate(config, grid=lambda clients: Server(clients, change))
     np.testing.assert_array_equal(done.strategy.model, done.strategy.initial())
     reasons = {reason for _, reason in done.records[0].dropped}
-    refused = any("round 0-1 is not round 5" in reason for reason in reasons)
+    refused = any("the name 0-1 does not belong to round 5" in reason for reason in reasons)
     assert refused if entry == "server-round" else "the masks do not cancel" in warnings.text
 
 

@@ -671,7 +671,7 @@ def test_pfllib_config_sets_the_number_of_classes(tmp_path, warnings):
     assert not warnings.records
     for config, message in (
         ({"num_classes": 3}, r"test/0\.npz: label 3 at index 1; allowed: 0 to 2"),
-        ({"num_classes": 1}, r"config\.json: holds .*num_classes of 2 or more"),
+        ({"num_classes": 1}, r"config\.json: holds .*num_classes must be 2 or more"),
         ({"num_classes": "five"}, r"config\.json: not a config of PFLlib"),
     ):
         (tmp_path / "p/config.json").write_text(json.dumps({"num_clients": 1} | config), encoding="utf-8")

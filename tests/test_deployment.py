@@ -118,7 +118,7 @@ def test_node_config_must_have_the_form_key_value() -> None:
     [
         ("state_dir=/x", "state_dir in the node config.*did you mean state-dir?"),
         ("partition_id=0", "did you mean partition-id?"),
-        ("local-epochs=50", "local-epochs in the node config.*a setting of a run"),
+        ("local-epochs=50", "local-epochs in the node config.*a setting for"),
         ("colour=red", "a node reads data, policy, name, state-dir, models, skip-unreadable, partition-id, "),
         ("partition-id=-1", "partition-id = '-1' .*whole number >= 0"),
         ("num-partitions=0", "num-partitions = '0' .*whole number >= 1"),

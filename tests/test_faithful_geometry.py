@@ -110,7 +110,7 @@ def test_cfl_warns_if_no_cluster_can_split(make_config: Any, fraction: float, ho
 )
 def test_cfl_warns_if_its_bounds_exclude_a_split(make_config: Any, settings: dict[str, float], bound: str) -> None:
     (text,) = notices(make_config("cfl", **settings))
-    assert bound in text and "will equal FedAvg" in text
+    assert bound in text and "equivalent to FedAvg" in text
 
 
 # -- FedFomo -------------------------------------------------------------------------------------------
@@ -277,8 +277,8 @@ def test_ifca_warns_if_all_clusters_start_equal(make_config: Any, tmp_path: Any)
     network = Workspace(read_settings(config)).architecture
     arrays = network.layout.views(network.initial(model_seed(9, 0)))
     save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, tmp_path / "w.safetensors")
-    assert "this is FedAvg" in notices({**config, "weights": str(tmp_path / "w.safetensors")})[0]
-    assert "this is FedAvg" in notices(make_config("ifca", ifca_clusters=1))[0]
+    assert "equivalent to FedAvg" in notices({**config, "weights": str(tmp_path / "w.safetensors")})[0]
+    assert "equivalent to FedAvg" in notices(make_config("ifca", ifca_clusters=1))[0]
 
 
 @pytest.mark.parametrize("method", ["ifca", "fedfomo"])

@@ -73,7 +73,7 @@ def test_methods_score_the_served_model(method: str) -> None:
         ("lg-fedavg", {"model": "mlp", "lg_fedavg_layers": 3}, "shares all 3 layers"),
         ("lg-fedavg", {"model": "mlp", "lg_fedavg_layers": 4}, "shares all 3 layers"),
         ("lg-fedavg", {"model": "linear"}, "choose a network with more layers"),
-        ("fedala", {"model": "mlp", "fedala_eta": 0.0}, "which is FedAvg"),
+        ("fedala", {"model": "mlp", "fedala_eta": 0.0}, "equivalent to FedAvg"),
         ("fedala", {"model": "mlp", "fedala_layers": 4}, "set fedala-layers to at most 3"),
     ],
 )

@@ -459,7 +459,7 @@ def test_no_site_takes_over_the_client_of_another(
     assert members.refresh() == []
     assert hosts(members) == {1: 2}
     [((name, reason), count)] = members.excluded.items()
-    assert (name, count) == ("b", 1) and reason == "client 0 belongs to a: give each its own partition-id"
+    assert (name, count) == ("b", 1) and reason == "client 0 belongs to a: give each node its own partition-id"
     assert "b is excluded: client 0 belongs to a" in warnings.text
     assert members.summary()["sites"] == ["a", "c", None, None]
     again = Federation(WaveGrid(grid), members.settings)  # the resumed run, with b connected and a absent
@@ -630,7 +630,7 @@ def test_records_name_the_site_that_trained(make_config: MakeConfig, monkeypatch
     summary = json.loads((path / "summary.json").read_text())
     assert summary["sites"] == ["a", "c", "d", None]
     [exclusion] = summary["left-out"]
-    assert exclusion.pop("reason") == "client 0 belongs to a: give each its own partition-id"
+    assert exclusion.pop("reason") == "client 0 belongs to a: give each node its own partition-id"
     assert exclusion == {"site": "b", "times": 1}
 
 

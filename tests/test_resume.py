@@ -313,12 +313,12 @@ def test_a_complete_run_can_be_extended(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "before", "changes", "parts"),
     [
-        ("fedavg", {}, {"lr": 0.2, "batch-size": 10, "seed": 7}, ("lr = 0.2, the run has 0.05", "seed = 7")),
-        ("fedavg", {}, {"method": "fedprox"}, ("method = 'fedprox', the run has 'fedavg'",)),
-        ("ppfe", {}, {"num-server-rounds": 9}, ("num-server-rounds = 9, the run has 6", "depends on it")),
+        ("fedavg", {}, {"lr": 0.2, "batch-size": 10, "seed": 7}, ("lr = 0.2, but the run has 0.05", "seed = 7")),
+        ("fedavg", {}, {"method": "fedprox"}, ("method = 'fedprox', but the run has 'fedavg'",)),
+        ("ppfe", {}, {"num-server-rounds": 9}, ("num-server-rounds = 9, but the run has 6", "depends on it")),
         ("fedavg", {"lr-schedule": "cosine"}, {"num-server-rounds": 9}, ("num-server-rounds = 9",)),
         ("fedavg", {"full-last-round": True}, {"num-server-rounds": 9}, ("num-server-rounds = 9", "full-last-round")),
-        ("fedavg", {"lr": 0.1}, {"lr": 0.05}, ("lr = 0.05, the run has 0.1",)),
+        ("fedavg", {"lr": 0.1}, {"lr": 0.05}, ("lr = 0.05, but the run has 0.1",)),
     ],
 )
 def test_changes_of_fixed_settings_are_refused_by_name(
@@ -350,7 +350,10 @@ def test_typed_settings_are_checked_even_at_their_defaults(tmp_path: Path) -> No
     run(grid_of(config), config)
     table = {**defaults(), "output-dir": config["output-dir"], "num-server-rounds": 8}  # edited in pyproject.toml
     grid = Submitted(4)
-    for typed, difference in (({"lr": 0.05}, "lr = 0.05, the run has 0.1"), ({"num-clients": 10}, "num-clients = 10")):
+    for typed, difference in (
+        ({"lr": 0.05}, "lr = 0.05, but the run has 0.1"),
+        ({"num-clients": 10}, "num-clients = 10"),
+    ):
         grid.overrides = {"resume": "mine", **typed}
         with pytest.raises(SettingsError) as raised:
             app(grid, Context(0, 0, {}, RecordDict(), {**table, **grid.overrides}))
@@ -632,9 +635,9 @@ def test_an_edited_config_is_refused_with_the_keys_and_both_values(stopped: Path
     text = file.read_text()
     resumed = {"output-dir": str(tmp_path), "resume": "cut"}
     for before, after, difference in (
-        ("  lr: 0.05\n", "  lr: 0.5\n", "lr = 0.5, the run has 0.05"),
-        ("method: fedrep", "method: fedavg", "method = 'fedavg', the run has 'fedrep'"),
-        ("num-server-rounds: 4", "num-server-rounds: 9", "num-server-rounds = 9, the run has 4"),
+        ("  lr: 0.05\n", "  lr: 0.5\n", "lr = 0.5, but the run has 0.05"),
+        ("method: fedrep", "method: fedavg", "method = 'fedavg', but the run has 'fedrep'"),
+        ("num-server-rounds: 4", "num-server-rounds: 9", "num-server-rounds = 9, but the run has 4"),
     ):
         assert before in text
         file.write_text(text.replace(before, after))

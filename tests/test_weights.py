@@ -241,7 +241,7 @@ def test_invalid_weights_are_rejected_before_the_run() -> None:
             posy.run(method="fedavg", weights=name, **{**SMALL, "model": "nets:net"})
         assert message in str(raised.value)
     for frozen, message in (
-        ("nothing", "'nothing' is not a layer of model = 'mlp' that can be frozen; allowed are fc1, fc2"),
+        ("nothing", "'nothing' is not a layer of model = 'mlp' that can be frozen; allowed: fc1, fc2"),
         ("fc1, head", "'head' is not a layer"),
     ):
         with pytest.raises(SettingsError) as raised:

@@ -314,7 +314,7 @@ def autocasts(batch: Batch) -> bool:
 def trainable_names(layout: Layout, rates: Mapping[str, float]) -> list[str]:
     """Return the names of the tensors that training changes."""
     if unknown := set(rates) - set(layout.layers):
-        raise KeyError(f"rates name layers {sorted(unknown)}; the model has {layout.layers}")
+        raise KeyError(f"rates names the unknown layers {sorted(unknown)}; the model has {layout.layers}")
     return [e.name for e in layout.entries if e.trainable and rates.get(e.layer, 1.0) != 0.0]
 
 

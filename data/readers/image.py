@@ -40,9 +40,9 @@ class Encoded:
 def as_images(x: np.ndarray, where: str) -> np.ndarray:
     """Return images as ``(N, H, W, C)``: integers 0..255 as uint8, floats as float32.
 
-    Arrays ``(N, H, W)`` contain grey images. Otherwise, the channel axis is the last axis or the axis after N: the one
-    with 1 or 3 entries, else the one with 2 or 4 entries; if both fit, it is the last axis. Integers must be in
-    0..255, and floats must be finite.
+    Arrays ``(N, H, W)`` contain grey images. Otherwise, the channel axis is the last axis or the axis after N. An axis
+    with 1 or 3 entries takes precedence over an axis with 2 or 4 entries. If both axes fit equally well, the channel
+    axis is the last axis. Integers must be in 0..255, and floats must be finite.
     """
     if x.ndim == 3:
         x = x[..., None]
@@ -175,7 +175,7 @@ def image_content(
     if not problems:
         return Content(path, "image", x, labels, resized=True, **attributes)  # type: ignore[arg-type]
     if not skip_unreadable or len(problems) == len(files):
-        hint = "; with skip-unreadable=true in its node config a site skips such files"
+        hint = "; with skip-unreadable=true in its node config, a site skips such files"
         raise unreadable(problems, len(files), hint if skip_unreadable is False else "")
     usable = np.setdiff1d(np.arange(len(files)), list(problems))
     first = ", ".join(str(files[number]).removeprefix(f"{path}{os.sep}") for number in list(problems)[:3])

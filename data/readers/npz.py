@@ -43,9 +43,9 @@ class NpzFile:
     Raises
     ------
     DataError
-        If the file is damaged or not a regular file, or contains Python objects although ``unpickle`` is ``None``. Also
-        if an array's header claims more bytes than the file contains or than fit into memory, or if the array's
-        compression ratio is implausible.
+        If the file is damaged or not a regular file, or contains Python objects although ``unpickle`` is ``None``. Posy
+        also raises the error if an array's header claims more bytes than the file contains or than fit into memory, or
+        if the array's compression ratio is implausible.
     """
 
     def __init__(self, path: Path, unpickle: Callable[[IO[bytes], int], Any] | None = None) -> None:

@@ -24,7 +24,7 @@ from posy.extensions import format_error
 _MANY_CLASSES = 10_000  # up to this number of classes, config.json may specify more classes than samples
 _MAX_TOKEN = 10**7  # a network has a row of weights for each token
 _MAX_DEPTH = 8  # maximum nesting depth of lists
-_MAX_SHARED = 10**7  # maximum count of numbers in lists, per reference, unless the file has more bytes
+_MAX_SHARED = 10**7  # maximum count of numbers in lists, where each reference counts, or the file size if larger
 
 
 def is_pfllib(path: Path) -> bool:
@@ -111,7 +111,7 @@ def _counts(path: Path) -> tuple[int, int]:
         if any(type(value) is not int for value in config.values()):
             raise DataError(f"{file}: not a config of PFLlib: {config!r:.200}; expected whole numbers")
         if "num_clients" not in config or config.get("num_classes", 2) < 2:
-            raise DataError(f"{file}: holds {config}; it needs num_clients, and num_classes of 2 or more, if set")
+            raise DataError(f"{file}: holds {config}; it needs num_clients, and num_classes must be 2 or more if set")
         counts["num_clients in config.json"] = config["num_clients"]
     if len(set(counts.values())) > 1:
         text = ", ".join(f"{source}: {count}" for source, count in counts.items())
@@ -120,7 +120,7 @@ def _counts(path: Path) -> tuple[int, int]:
 
 
 def _read(path: Path, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return x and y from a client's file, after checking the labels against the number of classes unless it is 0."""
+    """Return x and y from a client's file, with labels checked against the number of classes; 0: unchecked."""
 
     def unpickle(stream: IO[bytes], size: int) -> Any:
         try:
