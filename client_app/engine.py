@@ -57,7 +57,7 @@ class Engine:
         value of :func:`time.monotonic`.
         """
         trainer = self.workspace.trainer
-        trainer.interrupted.clear()  # clears an interrupt of an earlier run
+        trainer.interrupted.clear()  # clears an interrupt from an earlier run
         order = sorted(range(len(calls)), key=lambda i: -calls[i].num_train)
         network = self.workspace.network(self.workspace.architecture)
         stacked = trainer.stacks(network, len(order))

@@ -438,7 +438,7 @@ def _signed(client_secrets: Secrets, survivors: list[int], min_clients: int) -> 
     if not survivor_set.intersection(rosters[client]) <= set(session.peers):
         raise ProtocolError("a neighbour on the list of survivors has sent this client no shares")
     if not connected(survivor_set, rosters):
-        raise ProtocolError("no shared secrets connect the survivors, so a part of them would have a separate sum")
+        raise ProtocolError("shared secrets do not connect all survivors, so some survivors would have a separate sum")
     session.survivors = survivors
     text = client_secrets.survivors_text(session, client)
     session.signature = client_secrets.signatures(session).sign(text)
@@ -575,8 +575,8 @@ class Masking:
             or len(sealed_shares) + 1 < session.threshold
         ):
             raise ProtocolError(
-                f"the message has shares of {len(sealed_shares)} other clients; it needs shares of at least "
-                f"{session.threshold - 1} neighbours, and only of neighbours"
+                f"the message has shares from {len(sealed_shares)} other clients; it needs shares from at least "
+                f"{session.threshold - 1} neighbours, and only from neighbours"
             )
         shares = {client: session.own_share}
         for source, content in sealed_shares.items():

@@ -75,8 +75,8 @@ class SiteSignatures:
         wrong_files = [name for name, loaded in public.items() if not isinstance(loaded, EllipticCurvePublicKey)]
         if not isinstance(private, EllipticCurvePrivateKey) or wrong_files or not public:
             raise NodeConfigError(
-                f"{SIGNING} = {str(key)!r} must be a private key and {TRUSTED} = {str(trusted)!r} a directory with "
-                f"public keys (*.pub), as `posy certificates` creates them"
+                f"{SIGNING} = {str(key)!r} must be a private key and {TRUSTED} = {str(trusted)!r} must be a "
+                f"directory with public keys (*.pub), as `posy certificates` creates them"
             )
         self._private = private
         keys = [loaded for loaded in public.values() if isinstance(loaded, EllipticCurvePublicKey)]
@@ -97,7 +97,7 @@ class SiteSignatures:
     def check(self, text: bytes, signature: bytes, signer: bytes) -> None:
         """Raise :class:`UnknownSignerError` unless a trusted site has signed a text."""
         if signer not in self._trusted:
-            raise UnknownSignerError("not signed by a site whose key is trusted here")
+            raise UnknownSignerError("not signed by a site with a trusted key")
         try:
             self._trusted[signer].verify(signature, text, ECDSA(SHA256()))
         except InvalidSignature as error:

@@ -54,7 +54,7 @@ def identity(context: Context) -> dict[str, Any]:
 
 
 def describe(settings_json: str, context: Context, policy: Policy | None) -> dict[str, Any]:
-    """Return a description of this node's data with the properties that the settings leave open.
+    """Return a description of this node's data with the properties that the settings do not specify.
 
     With secure aggregation, the description contains neither labels nor statistics. :func:`numbers` returns both for a
     masked sum.
@@ -129,8 +129,8 @@ def salted(fingerprint: str, node_config: Mapping[str, Any]) -> str:
 def check_unchanged(workspace: Workspace, context: Context) -> None:
     """Raise :class:`DataError` if the data has changed since the node's first message of this run.
 
-    Different samples, or a different order, would change the split, so that the model might be tested on samples that
-    it was trained on.
+    Different samples, or a different order, would change the split, so the model might be tested on samples that it was
+    trained on.
     """
     record = context.state.config_records.setdefault(_RECORD, ConfigRecord({"fingerprint": workspace.fingerprint}))
     if record["fingerprint"] != workspace.fingerprint:

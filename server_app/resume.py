@@ -58,7 +58,9 @@ class StoredRun:
         reasons: list[str] = []
         records = [record for _, record in _records(path, reasons)]
         if not records:
-            no_checkpoint = "it has no checkpoint (the first follows round 1; checkpoint-every = 0 writes none)"
+            no_checkpoint = (
+                "it has no checkpoint (Posy writes the first after round 1, and none if checkpoint-every = 0)"
+            )
             reason = (
                 f"no checkpoint of the run can be used ({'; '.join(reasons)})"
                 if reasons

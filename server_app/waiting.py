@@ -43,5 +43,5 @@ def describe_wait(wait: Wait, owners: Mapping[int, str], num_clients: int) -> st
     [first, *_] = wait.messages
     work = WORK.get(first.metadata.message_type, first.metadata.message_type)
     clients = describe_clients(sorted(map(client_of, wait.messages)), owners, num_clients)
-    limit = f"at most {duration(wait.remaining)} more" if wait.remaining < math.inf else "without a limit so far"
+    limit = f"at most {duration(wait.remaining)} more" if wait.remaining < math.inf else "no limit so far"
     return f"{clients} still busy ({work}, round {first.metadata.group_id}) after {duration(wait.seconds)}; {limit}"

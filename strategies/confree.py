@@ -71,7 +71,7 @@ class ConFREESettings(FedRepSettings, robust="its server weights updates by the 
     )
     head_epochs: int = setting(
         1,
-        "epochs for the head, before `local-epochs` for the body; with `local-steps`, each trains for that many steps",
+        "epochs for the head, which trains before the body; with `local-steps`, both train for `local-steps` steps",
         source="`--plocal_epochs 1` of PFLlib, on which the authors' program is built",
         needs="local-steps = 0",
         minimum=1,

@@ -59,7 +59,7 @@ class FedRepSettings(MethodSettings, robust=True, point="served"):
 
     head_epochs: int = setting(
         10,
-        "epochs for the head, before `local-epochs` for the body; with `local-steps`, each trains for that many steps",
+        "epochs for the head, which trains before the body; with `local-steps`, both train for `local-steps` steps",
         minimum=1,
         search=Search(1, 10),
         source="authors' program, scripts/FedRep_cifar10_2shards.sh: local_ep 11 minus local_rep_ep 1",

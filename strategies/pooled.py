@@ -1,6 +1,6 @@
 """Pooled: one model is trained on the training samples of all clients, as if they were in one place.
 
-It is the reference for the cost of federation. The first client trains, in each round for ``local-epochs`` passes over
+It is the reference for the cost of federation. In each round, the first client trains for ``local-epochs`` passes over
 all samples. The clients must share a file system, so sites cannot use it.
 """
 

@@ -170,7 +170,7 @@ class Rounds:
         strategy.model = model.copy()
         if influence.rule:
             strategy.model[statistics] = influence.combine_statistics(models[:, statistics])
-        else:  # average all columns: rounding depends on their number, and must be as in FedAvg
+        else:  # average all columns: rounding depends on their number, and must match FedAvg
             mean = weighted_mean(models, strategy.mean_weights(sent) * factors)
             strategy.model[statistics] = mean[statistics]
 

@@ -874,7 +874,7 @@ def test_invalid_key_settings_are_rejected(sites: list[dict[str, Any]]) -> None:
         (sites[4], "lacks the public half of signing-key"),
         (sites[0] | {"signing-key": ""}, "set both or neither"),
         (sites[0] | {"signing-key": sites[0]["trusted-keys"] + "/site-0.pub"}, "cannot be used"),
-        (sites[0] | {"trusted-keys": "nowhere"}, "a directory with public keys"),
+        (sites[0] | {"trusted-keys": "nowhere"}, "must be a directory with public keys"),
     ]
     for config, why in invalid_configs:
         with pytest.raises(SettingsError, match=why):
@@ -897,7 +897,7 @@ def test_shares_from_non_neighbours_are_rejected() -> None:
     group = ClientGroup().exchange_shares()
     valid_shares = [group.sealed[other][0] for other in (1, 2, 3)]
     for sources, shares in (([1], valid_shares[:1]), ([1, 2, 9], valid_shares), ([0, 1, 2], valid_shares)):
-        with pytest.raises(ProtocolError, match="only of neighbours"):
+        with pytest.raises(ProtocolError, match="only from neighbours"):
             group.mask(0, sources=sources, shares=shares)
     with pytest.raises(MaskingError, match="from client 1 to client 0 cannot be decrypted"):
         group.mask(0, shares=[valid_shares[1], valid_shares[0], valid_shares[2]])
