@@ -236,7 +236,7 @@ def messages(card: MethodCard, cls: type[MethodSettings]) -> str:
     ):
         rows = ([*array_and_shape(key), meaning] for key, meaning in arrays.items())
         parts.append(
-            f"{direction}:\n\n{table(['array', 'shape', 'meaning'], rows)}" if arrays else f"{direction} no array."
+            f"{direction}:\n\n{table(['array', 'shape', 'meaning'], rows)}" if arrays else f"{direction} no arrays."
         )
     supported = {f"`dp={mode}`": cls.refused_privacy(mode) for mode in MODES} | {"`secure-aggregation`": cls.sums}
     if card.sent or card.returned:

@@ -364,13 +364,18 @@ def checked(config: Mapping[str, Any], declarations: Mapping[str, Setting], wher
 
 def build(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
     """Build a settings dataclass from checked values. Missing keys get their defaults, and other keys are ignored."""
-    names = {key_of(f.name, prefix): f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    return cls(**{name: values[key] for key, name in names.items() if key in values})
+    return cls(**{name: values[key] for key, name in _names_by_key(cls, prefix) if key in values})
 
 
 def as_config(settings: Any, prefix: str = "") -> dict[str, Scalar]:
     """Return a settings dataclass as a flat mapping of kebab-case keys."""
-    return {key_of(f.name, prefix): getattr(settings, f.name) for f in dataclasses.fields(settings)}
+    return {key: getattr(settings, name) for key, name in _names_by_key(type(settings), prefix)}
+
+
+@lru_cache(maxsize=512)
+def _names_by_key(cls: Any, prefix: str) -> tuple[tuple[str, str], ...]:
+    """Return the key and the name of each field of a settings dataclass."""
+    return tuple((key_of(f.name, prefix), f.name) for f in dataclasses.fields(cls))
 
 
 def set_in(where: str) -> str:

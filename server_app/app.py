@@ -25,6 +25,7 @@ from posy.server_app.federation import Federation
 from posy.server_app.folds import CrossValidation, cross_validation, interrupted
 from posy.server_app.grids import WaveGrid
 from posy.server_app.in_process import InProcessGrid
+from posy.server_app.outcome import check_outcome
 from posy.server_app.pace import Pace
 from posy.server_app.recorder import Recorder
 from posy.server_app.results import RunDirectory
@@ -189,7 +190,7 @@ def _run(
             timeout=settings.run.timeout,
             evaluate_fn=recorder.finish_round,
         )
-        recorder.check_outcome()
+        check_outcome(recorder.totals, strategy.record, settings, workspace.task)
     return recorder
 
 

@@ -1,7 +1,5 @@
 """Records a run: writes its rounds to files, prints its progress, and draws its figures."""
 
-import math
-import re
 import shutil
 import sys
 import time
@@ -19,7 +17,6 @@ import torch
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.common.logger import log
 
-from posy.client_app.training.work import advice_on_divergence
 from posy.client_app.workspace import Workspace
 from posy.data.partitions import small_clients
 from posy.extensions import key_prefix
@@ -38,19 +35,16 @@ from posy.server_app.system import SystemAccuracy, system_accuracy
 from posy.server_app.totals import Totals
 from posy.server_app.trackers.tracker import TrackedRun
 from posy.server_app.trackers.tracking import Tracking
-from posy.settings import DivergedError, NothingTrainedError, RunError
+from posy.settings import DivergedError, RunError
 from posy.signals import deferred_signals
 from posy.storage import plain, write_arrays
 from posy.strategies import schedule
 from posy.strategies.base import PersonalisedStrategy
-from posy.strategies.columns import POINTS, TRAIN_LOSS, Columns
+from posy.strategies.columns import POINTS, Columns, newcomer_scores
 from posy.strategies.replies import LIMITED, RoundRecord
-from posy.strategies.score_sums import spreads
 from posy.strategies.server_state import state_of
 from posy.strategies.settings import Settings
 
-_DIVERGED = re.compile(r"NaN or Inf|diverged|loss is -?(nan|inf)")
-"""Pattern of the reasons for a dropped reply that indicate divergence."""
 NOT_AVAILABLE = "not available: with secure-aggregation the server knows only sums over the clients"
 """The entry ``client-scores`` in a summary under secure aggregation."""
 HELD_BYTES = 1 << 30
@@ -178,42 +172,6 @@ class Recorder:
     def record(self) -> Record:
         """Return the record of the finished run."""
         return Record(self.directory.path, self.strategy)
-
-    def check_outcome(self) -> None:
-        """Raise an error if the rounds have no usable result.
-
-        Raises
-        ------
-        NothingTrainedError
-            If no client's training was accepted, so that the results describe the initial model.
-        RunError
-            If evaluations were requested but none was accepted.
-        DivergedError
-            If training has diverged by the last round.
-        """
-        totals = self.totals
-        reasons = "; ".join(f"{count} x {reason}" for reason, count in totals.dropped.most_common(3))
-        if not totals.trained:
-            raise NothingTrainedError(f"no client's training was accepted in any round: {reasons}")
-        if totals.asked and not totals.evaluated:
-            raise RunError(f"no client's evaluation was accepted in any round: {reasons}")
-        record = self.strategy.record
-        losses = [row[TRAIN_LOSS] for row in record.clients.values() if TRAIN_LOSS in row]
-        if spread := spreads(record.sums).get(TRAIN_LOSS):
-            losses = [spread["mean"]]
-        diverged = {c for c, reason in record.dropped if c in record.cohort and _DIVERGED.search(reason)}
-        diverged -= record.trained
-        # The loss from guessing is ln C, plus ln M if the method also classifies clients.
-        guessing = math.log(max(self.workspace.task.num_classes, 2) * max(self.settings.data.num_clients, 2))
-        loss = sum(losses) / len(losses) if losses else 0.0
-        problem = ""
-        if 2 * len(diverged) >= max(len(record.cohort), 1):
-            cohort = f"the {len(record.cohort)} clients that trained in the last round"
-            problem = f"{len(diverged)} of {cohort} sent no finite numbers"
-        elif totals.worst_loss > 100 * guessing and loss > 3 * guessing:
-            problem = f"its mean loss was {totals.worst_loss:.3g} in the worst round and is {loss:.3g} in the last"
-        if problem:
-            raise DivergedError(f"the training has diverged: {problem}; {advice_on_divergence(self.settings.train)}")
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -385,32 +343,24 @@ class Recorder:
                 **({"notices": self.notices} if self.notices else {}),
                 **({"client-scores": NOT_AVAILABLE} if settings.run.secure_aggregation else {}),
                 **self.privacy.summary(),
-                **self._newcomers(),
+                **newcomer_scores(self.strategy.newcomer_rows, self.columns),
                 **self.federation.summary(),
-                **self._client_names(),
-                **self._small_clients(),
+                **self._client_facts(),
             }
         )
 
-    def _client_names(self) -> dict[str, list[str | None]]:
-        """Return the clients' names in client order, if the data contains names."""
-        names = self.strategy.exchange.client_names
-        return {"sites": [names.get(client) for client in range(self.settings.data.num_clients)]} if names else {}
+    def _client_facts(self) -> dict[str, Any]:
+        """Return the clients' names in client order, and the clients whose data limits their training or scores.
 
-    def _small_clients(self) -> dict[str, dict[str, list[int]]]:
-        """Return the clients whose data limits their training or their scores, unless the data stays at sites."""
-        workspace = self.workspace
-        clients = {} if workspace.of_sites else small_clients(workspace.partition, workspace.dataset)
-        return {"small-clients": clients} if clients else {}
-
-    def _newcomers(self) -> dict[str, Any]:
-        """Return the final scores of the held-out clients."""
-        rows = self.strategy.newcomer_rows
-        if not rows:
-            return {}
-        columns = {point: column_of(point, self.columns.metric.name) for point in POINTS}
-        over_clients = {p: self.columns.spread_of(rows.values(), column) for p, column in columns.items()}
-        return {"newcomers": {**over_clients, "clients": {str(client): row for client, row in sorted(rows.items())}}}
+        Names exist only if the data contains them. The server does not know the data of sites.
+        """
+        names, workspace = self.strategy.exchange.client_names, self.workspace
+        facts: dict[str, Any] = {}
+        if names:
+            facts["sites"] = [names.get(client) for client in range(self.settings.data.num_clients)]
+        if not workspace.of_sites and (clients := small_clients(workspace.partition, workspace.dataset)):
+            facts["small-clients"] = clients
+        return facts
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:

@@ -92,3 +92,12 @@ class Columns:
         rows_with_value = [row for row in rows if column in row]
         values, weights = ([row[key] for row in rows_with_value] for key in (column, "n_train"))
         return spread(values, weights, lower_is_better=self.lower_is_better(column))
+
+
+def newcomer_scores(rows: Mapping[int, Mapping[str, Any]], columns: Columns) -> dict[str, Any]:
+    """Return the final scores of the held-out clients for the summary, given their rows; empty without such clients."""
+    if not rows:
+        return {}
+    named = {point: column_of(point, columns.metric.name) for point in POINTS}
+    over_clients = {point: columns.spread_of(rows.values(), column) for point, column in named.items()}
+    return {"newcomers": {**over_clients, "clients": {str(client): dict(row) for client, row in sorted(rows.items())}}}

@@ -99,11 +99,22 @@ REPRESENTATIVE = {
 GENERAL = {
     f"test_{name}"
     for name in (
-        *("engine", "fixed_tensors", "hostile_methods", "kept_optimiser", "newcomers", "own_loss", "poisoning"),
-        *("predict", "private_training", "properties", "recompute", "resume", "secure_aggregation", "weights"),
+        *(
+            "client_weights",
+            "engine",
+            "fixed_tensors",
+            "hostile_methods",
+            "kept_optimiser",
+            "method_settings",
+            "methods",
+        ),
+        *("newcomers", "own_loss", "poisoning", "predict", "private_training", "properties", "recompute", "resume"),
+        *("run_metrics", "secure_aggregation", "weights"),
     )
 }
 """Modules that test a general part of Posy with every method."""
+EVERY_METHOD = {"test_training_lowers_the_loss", "test_failed_client_counts_as_absent"}
+"""Tests in these modules that CI runs with every method."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -111,8 +122,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of a general part with further methods as slow."""
     for item in items:
         if isinstance(item, pytest.Function) and item.module.__name__ in GENERAL and hasattr(item, "callspec"):
-            method = item.callspec.params.get("method")
-            if method in METHODS and method not in REPRESENTATIVE:
+            parameters = item.callspec.params
+            method = parameters.get("method", getattr(parameters.get("case"), "method", None))
+            if method in METHODS and method not in REPRESENTATIVE and item.originalname not in EVERY_METHOD:
                 item.add_marker(pytest.mark.slow)
 
 

@@ -40,6 +40,7 @@ SETTINGS: dict[str, dict[str, float]] = {
     "cfl": {"cfl_eps1": 100.0, "cfl_eps2": 0.01},
     "fedpac": {"fedpac_head_epochs": EPOCHS},
 }
+IN_CI = ("fedavg", "fedfew", "scaffold", "ditto", "fedala", "cfl")
 SAME_SERVED_MODEL = ("fedavg", "fedfew", "fedprox", "scaffold")
 """Methods that serve the same model to every client."""
 
@@ -124,7 +125,9 @@ def test_both_programs_read_the_same_split(split: Callable[..., Path], make_conf
             torch.testing.assert_close(getattr(data, name), getattr(client, name))
 
 
-@pytest.mark.parametrize("method", curves.METHODS)
+@pytest.mark.parametrize(
+    "method", [m if m in IN_CI else pytest.param(m, marks=pytest.mark.slow) for m in curves.METHODS]
+)
 def test_models_match_the_plain_program(method: str, run_both: Callable[[str], Any]) -> None:
     torch.manual_seed(0)  # the order of a batch's samples affects the rounding of its sum
     models, expected, start = run_both(method)

@@ -267,7 +267,7 @@ def expected_encoder(folder: Path, tables: Tables) -> tuple[dict[str, float], di
     settings = DataSettings(dataset="sites", label_column="num > 0", missing="impute", categories=",".join(CATEGORIES))
     parts = []
     for name, table in tables.items():
-        rows, _ = site_split(read_site(folder / f"{name}.csv", settings, POLICY), POLICY)
+        rows, _ = site_split(read_site(folder / f"{name}.csv", settings, POLICY), settings, POLICY)
         parts.append(numeric(table).iloc[rows])
     means, stds, columns = {}, {}, set()
     for column in [*NUMBERS, *CATEGORIES]:

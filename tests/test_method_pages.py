@@ -194,7 +194,7 @@ def test_generated_page_sections(generate: dict[str, Any]) -> None:
     assert equations[2:] == [r"| w ← f(w \| x) | Eq. 3; Algorithm 1, line 2 |", "| a step without a number |  |"]
     messages = generate["messages"](card, ExampleSettings)
     assert "| model | `(d,)` | the model w |" in messages
-    assert "a client returns no array" in messages and "support `secure-aggregation`." in messages
+    assert "returns no arrays" in messages and "support `secure-aggregation`." in messages
     assert "stores nothing between rounds" in generate["state"](card)
     refusals = generate["refused"](ExampleSettings).splitlines()
     momentum, *privacy, robust = refusals[2:]

@@ -108,7 +108,6 @@ def test_refused_runs_read_no_records_and_run_no_code(
     assert not [path.name for path in folder.glob("ran-*") if path.name in ("ran-node", "ran-worker")]
 
 
-@pytest.mark.core
 def test_an_allowed_run_starts_with_two_of_four_sites(sites: tuple[Deployment, list[str]]) -> None:
     deployment, _ = sites
     begun = time.monotonic()

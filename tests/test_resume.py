@@ -444,25 +444,32 @@ def of_another_run(path: Path) -> None:
 DAMAGES = (cut_arrays, flip_arrays, cut_progress, change_progress, lose_progress, of_another_round, of_another_run)
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_the_previous_checkpoint_replaces_a_damaged_one(
-    damage: Callable[[Path], None],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    warnings: pytest.LogCaptureFixture,
-) -> None:
-    uninterrupted = run(InProcessGrid(4), settings(tmp_path, "fedrep", "whole")).directory.path
-    config = settings(tmp_path, "fedrep", "cut")
-    with monkeypatch.context() as patched:
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with an uninterrupted run, ``whole``, and a run killed in round 6, ``cut``."""
+    folder = tmp_path_factory.mktemp("killed")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(checkpoints_module, "WRITING_SHARE", 0.0)
+        run(InProcessGrid(4), settings(folder, "fedrep", "whole"))
         die_in(patched, 6)
+        config = settings(folder, "fedrep", "cut")
         with pytest.raises(KilledError):
             run(grid_of(config), config)
-    path = uninterrupted.parent / "cut"
+    return folder / "runs"
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_previous_checkpoint_replaces_a_damaged_one(
+    damage: Callable[[Path], None], killed: Path, tmp_path: Path, warnings: pytest.LogCaptureFixture
+) -> None:
+    config = settings(tmp_path, "fedrep", "cut")
+    path = Path(str(config["output-dir"])) / "cut"
+    shutil.copytree(killed / "cut", path)
     damage(path)
     warnings.clear()
     run(grid_of(config), resume_config(config, "cut"))
     assert len({id(r) for r in warnings.records if "the checkpoint of round 4 is not used" in r.message}) == 1
-    assert_same_results(path, uninterrupted)
+    assert_same_results(path, killed / "whole")
     assert yaml.safe_load((path / "config.yaml").read_text())["resumed"][0]["round"] == 2
 
 
