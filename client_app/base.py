@@ -46,7 +46,7 @@ class PersonalClient(ClientHooks, NumPyClient):
         logits, labels = (yield Forward(models, split, self.architecture)), self.jobs.samples(split).y
         k, n, _ = logits.shape
         criterion = self.workspace.criterion or (lambda logits, y: F.cross_entropy(logits, y, reduction="none"))
-        losses = criterion(logits.flatten(0, 1), labels.repeat(k)).view(k, n)
+        losses = criterion(logits.flatten(0, 1), labels.repeat(k, *[1] * (labels.dim() - 1))).view(k, n)
         weight = self.jobs.class_weights(split)
         losses = (losses if weight is None else losses * weight).mean(1)
         return losses.nan_to_num(nan=torch.inf, posinf=torch.inf)

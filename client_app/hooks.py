@@ -150,11 +150,11 @@ class ClientHooks:
         return self.workspace.initial(self.architecture, model_seed(self.settings.run.seed, number))
 
     def predict(self, predictor: Predictor, split: Split) -> Steps[Tensor]:
-        """Return a predictor's log-probabilities ``(n, C)`` on a split."""
+        """Return a predictor's output ``(n, C)`` on a split: see :meth:`Predictor.combine`."""
         outputs = []
         for member in predictor.members:
             outputs.append((yield Forward(member.parameters, split, member.architecture)))
-        return predictor.log_probabilities(outputs)
+        return predictor.combine(outputs)
 
 
 def result_of(returned: R | Steps[R]) -> Steps[R]:

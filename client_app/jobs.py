@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from posy.client_app.hooks import ClientHooks, Steps
+from posy.client_app.predictors import standardised
 from posy.client_app.training.batches import DropoutNumbers, Samples, Share
 from posy.client_app.training.networks import Network
 from posy.client_app.training.work import Forward, Job, Moments, Split, Train, Trained
@@ -68,9 +69,9 @@ class Jobs:
         return trainer.train(self.job(request), network)
 
     def samples(self, split: Split) -> Samples:
-        """Return the samples of a split."""
+        """Return the samples of a split, with targets as a network predicts them."""
         data = self.client.data
-        return Samples(getattr(data, f"x_{split}"), getattr(data, f"y_{split}"))
+        return Samples(getattr(data, f"x_{split}"), standardised(getattr(data, f"y_{split}"), self.workspace.task))
 
     @cached_property
     def class_weight(self) -> Tensor | None:

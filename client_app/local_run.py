@@ -12,7 +12,6 @@ import torch
 from flwr.common.logger import log
 from torch import Tensor
 
-from posy.binned import BinnedScores
 from posy.client_app.hooks import Steps, result_of
 from posy.client_app.jobs import Jobs
 from posy.client_app.predictors import Predictor, array_of, loss_of, predictions_of
@@ -62,7 +61,7 @@ class LocalRun:
         self.config = config
         self.masking = masking
         self.task = client.workspace.task
-        self._binned: dict[str, BinnedScores] = {}  # with secure aggregation, the binned scores by key
+        self._score_sums: dict[str, list[int] | None] = {}  # with secure aggregation, sums over the samples by key
         self.jobs.moments, self.jobs.samples_private = None, False
         client.round = int(config["server-round"])
         client.lr = float(config.get("lr", self.settings.train.lr))
@@ -212,7 +211,7 @@ class LocalRun:
         }
         valid_metrics = {key: value for key, value in metrics.items() if key not in invalid_keys}
         sizes: dict[str, int] = {split: len(self.jobs.samples(split).y) for split in SPLITS}
-        return self._sums(training=training).numbers(valid_metrics, sizes, self._binned)
+        return self._sums(training=training).numbers(valid_metrics, sizes, self._score_sums)
 
     def _sums(self, *, training: bool) -> ScoreSums:
         """Return the layout of the scores in a masked sum."""
@@ -279,10 +278,12 @@ class LocalRun:
                     client, number = self.client.client, self.client.round
                     log(WARNING, "client %s has no %s scores in round %s: its outputs contain NaN", client, key, number)
                     continue  # an error would reveal the NaN
-                values[f"{key}-{LOSS}"] = loss_of(outputs, labels, advice)
-                predictions = predictions_of(outputs, labels, self.task, self.settings.run)
-                if self.masking and self._sums(training=point == "local").is_binned(key):
-                    self._binned[key] = BinnedScores.of(predictions)
+                values[f"{key}-{LOSS}"] = loss_of(outputs, labels, advice, self.task.target)
+                y = getattr(self.client.data, f"y_{split}")
+                predictions = predictions_of(outputs, y, self.task, self.settings.run)
+                sums = self._sums(training=point == "local")
+                if self.masking and sums.has_sums(key):
+                    self._score_sums[key] = sums.sums_of(predictions)
                 if key == point:
                     self._save_predictions(predictions, point)
                 values |= {f"{key}-{n}": v for n, v in values_of(predictions, self._metrics(split)).items()}

@@ -21,7 +21,9 @@ from posy.data.columns import names_in
 from posy.data.errors import DataError
 from posy.data.policy import Policy, read_policy
 from posy.data.settings import SITES, DataSettings
+from posy.data.task import TARGETS
 from posy.extensions import is_custom, key_prefix
+from posy.metrics import CLASSES, LABELS, VALUES
 from posy.mistakes import is_failure, method_error, place_of
 from posy.models.catalogue import PRETRAINED
 from posy.paths import absolute
@@ -227,9 +229,13 @@ def _limits(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
 def _scores(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
     """Yield violations of the rules on scores."""
     if policy.metrics == "accuracy":
-        for key, allowed in (("metric", (AUTO, "accuracy")), ("all-metrics", (AUTO, "none"))):
+        target = TARGETS.get(values["task"], CLASSES)
+        # Of a regression, the loss already reveals the mean squared error.
+        metrics = {CLASSES: (AUTO, "accuracy"), LABELS: ("accuracy",), VALUES: (AUTO, "rmse", "mae")}[target]
+        for key, allowed in (("metric", metrics), ("all-metrics", (AUTO, "none"))):
             if values[key] not in allowed:
-                yield Violation("metrics", f"{key} = {values[key]!r}; the site sends only accuracy and loss")
+                sent = "rmse, mae" if target == VALUES else "accuracy"
+                yield Violation("metrics", f"{key} = {values[key]!r}; the site sends only {sent} and loss")
     if policy.scores == "withheld" and not values["secure-aggregation"]:
         yield Violation("scores", "secure-aggregation = false; the site sends scores only in masked sums")
 
@@ -433,13 +439,18 @@ def limited_scores(policy: Policy, metrics: Mapping[str, Any]) -> dict[str, Any]
 
     Rounded scores have at most two decimal places and three significant digits, and are capped at
     :data:`LARGEST_LOSS`. The server chooses the model, so further digits of a large loss could reveal the exact score.
+    Errors of a regression, whose unit is arbitrary, have three significant digits.
     """
     if policy.scores == "exact":
         return dict(metrics)
-    return {
-        key: _rounded(float(value)) if key in SCORES or key.endswith(("-accuracy", "-loss")) else value
-        for key, value in metrics.items()
-    }
+    return {key: _limited(key, value) for key, value in metrics.items()}
+
+
+def _limited(key: str, value: Any) -> Any:
+    """Return a metric, rounded if it is a score."""
+    if key.endswith(("-mae", "-rmse", "-r2")):
+        return float(f"{float(value):.3g}")
+    return _rounded(float(value)) if key in SCORES or key.endswith(("-accuracy", "-loss")) else value
 
 
 def _rounded(score: float) -> float:

@@ -5,12 +5,14 @@ from functools import cached_property
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from posy.client_app.base import PersonalClient
 from posy.client_app.hooks import Config, Received, Result, Steps
 from posy.client_app.predictors import Member, Predictor
 from posy.client_app.training.work import Train, Trained
+from posy.metrics import CLASSES, LABELS, VALUES
 from posy.randomness import torch_generator
 from posy.strategies.ppfe import PPFESettings, Stage, open_stage, plan_stages
 from posy.strategies.replies import Update
@@ -104,7 +106,8 @@ class PPFEClient(PersonalClient):
             weights = torch.ones(len(self.data.y_train), device=self.device)
             if self.jobs.class_weight is not None:
                 weights = weights * self.jobs.class_weight
-        classes, rule = self.data.num_classes, self.method.beta
+        task, rule = self.workspace.task, self.method.beta
+        classes = task.num_classes if task.target == CLASSES else 2  # a label has two classes; SAMME's bound is 1/2
         losses = yield from self.sample_losses(Predictor([Member(model, stage.architecture)]))
         beta, new_weights = reweight(losses, weights, classes, rule)
         if (earlier_members := self.finished_members()[: stage.number - 1]) and self.method.ensemble:
@@ -115,14 +118,8 @@ class PPFEClient(PersonalClient):
 
     def sample_losses(self, predictor: Predictor) -> Steps[Tensor]:
         """Return the losses ℓ_i ``(n,)`` of the training samples, in [0, 1]."""
-        log_probabilities = yield from self.predict(predictor, "train")
-        labels = self.data.y_train
-        if self.method.loss == "zero-one":
-            return (log_probabilities.argmax(dim=-1) != labels).float()
-        label_logs = log_probabilities.gather(1, labels[:, None]).squeeze(1)
-        if self.method.loss == "probability":
-            return 1 - label_logs.exp()
-        return -label_logs / (-label_logs).max().clamp_min(torch.finfo(label_logs.dtype).tiny)
+        outputs = yield from self.predict(predictor, "train")
+        return boosting_losses(outputs, self.jobs.samples("train").y, self.method.loss, self.workspace.task.target)
 
     def ensemble(self, stage: Stage, current: Tensor | None) -> Steps[Predictor]:
         """Return the ensemble Σ_t β_t softmax(model_t), or the weighted sum of the models' log-probabilities.
@@ -187,6 +184,41 @@ def sparsity_mask(stages: list[Stage], number: int, seed: int) -> Tensor:
     return mask
 
 
+def boosting_losses(outputs: Tensor, y: Tensor, loss: str, target: str = CLASSES) -> Tensor:
+    """Return the losses ℓ_i ``(n,)`` of samples, in [0, 1].
+
+    A label counts as a binary class, and a sample's loss is the mean over its labels: with ``zero-one`` it is the
+    Hamming loss. For values, it is the mean absolute error divided by the largest one, as in AdaBoost.R2 (Drucker,
+    1997).
+
+    Parameters
+    ----------
+    outputs : Tensor, (n, C)
+        Log-probabilities of classes, logits of labels, or standardised values.
+    y : Tensor
+        Classes ``(n,)``, or labels or standardised values ``(n, C)``.
+    loss : str
+        ``zero-one``, ``probability`` or ``cross-entropy``; without effect on values.
+    target : str
+        The target of the task (see :mod:`posy.metrics`).
+    """
+    if target == VALUES:
+        return _over_maximum((outputs - y).abs().mean(dim=-1))
+    if target == LABELS:
+        label_logs = F.logsigmoid(torch.where(y == 1, outputs, -outputs))
+        wrong = ((outputs >= 0) != (y == 1)).float().mean(dim=-1)
+    else:
+        label_logs, wrong = outputs.gather(1, y[:, None]), (outputs.argmax(dim=-1) != y).float()
+    if loss == "zero-one":
+        return wrong
+    return 1 - label_logs.exp().mean(dim=-1) if loss == "probability" else _over_maximum(-label_logs.mean(dim=-1))
+
+
+def _over_maximum(losses: Tensor) -> Tensor:
+    """Return losses ``(n,)``, divided by their maximum (Algorithm 1, line 2)."""
+    return losses / losses.max().clamp_min(torch.finfo(losses.dtype).tiny)
+
+
 def reweight(losses: Tensor, weights: Tensor, num_classes: int, beta_rule: str) -> tuple[float, Tensor]:
     """Return (β, ω') after a stage (Algorithm 1, Reweight).
 
@@ -203,7 +235,7 @@ def reweight(losses: Tensor, weights: Tensor, num_classes: int, beta_rule: str) 
     weights : Tensor, (n,)
         Positive sample weights ω_i.
     num_classes : int
-        Number of classes C.
+        Number of classes C; 2 for labels and values.
     beta_rule : str
         ``adaboost``, ``adaboost-positive`` or ``samme``.
     """

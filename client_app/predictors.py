@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from posy.client_app.training.losses import binary_cross_entropy, squared_error
 from posy.client_app.training.work import TrainingDivergedError
 from posy.data.task import Task
+from posy.metrics import CLASSES, LABELS, VALUES
 from posy.models.architecture import Architecture, reduced_like
 from posy.models.parameters import FloatArray
 from posy.scores import Predictions
@@ -36,7 +38,7 @@ class Member:
 
 @dataclass
 class Predictor:
-    """One model, or an ensemble whose probabilities (with ``logarithms``, log-probabilities) are averaged.
+    """One model, or an ensemble whose values or probabilities (with ``logarithms``, log-probabilities) are averaged.
 
     ``chosen`` is the method's choice for this client, such as the index of one of the server's models.
     """
@@ -45,19 +47,22 @@ class Predictor:
     chosen: str = ""
     logarithms: bool = False
 
-    def log_probabilities(self, outputs: Sequence[Tensor | tuple[Tensor, ...]]) -> Tensor:
-        """Return the log-probabilities ``(n, C)`` from the outputs of the members' networks.
+    def combine(self, outputs: Sequence[Tensor | tuple[Tensor, ...]]) -> Tensor:
+        """Return the prediction ``(n, C)``: log-probabilities of classes, logits of labels, or standardised values.
 
         Parameters
         ----------
         outputs : sequence of Tensor or tuple of Tensor
-            Each member's logits ``(n, C)``, alone or as the first of several outputs.
+            The outputs of each member's network ``(n, C)``, alone or as the first of several outputs.
         """
-        rows = [F.log_softmax(output[0] if isinstance(output, tuple) else output, dim=-1) for output in outputs]
+        rows = [output[0] if isinstance(output, tuple) else output for output in outputs]
+        target = self.members[0].architecture.task.target
+        if target == CLASSES:
+            rows = [F.log_softmax(row, dim=-1) for row in rows]
         if len(rows) == 1:
             return rows[0]
         coefficients = torch.tensor([member.coefficient for member in self.members], device=rows[0].device)
-        return combined(torch.stack(rows), coefficients, self.logarithms)
+        return combined(torch.stack(rows), coefficients, self.logarithms, target)
 
     def as_arrays(self) -> dict[str, FloatArray]:
         """Return the tensors, keyed by name.
@@ -100,48 +105,102 @@ class Predictor:
         return cls(members, logarithms=method.sums_logarithms)
 
 
-def loss_of(log_probabilities: Tensor, labels: Tensor, advice: str = "a smaller lr may help") -> float:
-    """Return the mean cross-entropy of log-probabilities ``(n, C)``.
+def loss_of(outputs: Tensor, y: Tensor, advice: str = "a smaller lr may help", target: str = CLASSES) -> float:
+    """Return the mean cross-entropy of classes or labels, or the mean squared error of standardised values.
 
     NaN raises a :class:`TrainingDivergedError`, whose message ends with the advice.
+
+    Parameters
+    ----------
+    outputs : Tensor, (n, C)
+        Predictions as :meth:`Predictor.combine` returns them.
+    y : Tensor
+        Classes ``(n,)``, or labels or standardised values ``(n, C)``.
+    advice : str
+        The end of the error message.
+    target : str
+        The target of the task (see :mod:`posy.metrics`).
     """
-    if bool(torch.isnan(log_probabilities).any()):
+    if bool(torch.isnan(outputs).any()):
         raise TrainingDivergedError(f"the model has diverged: its outputs contain NaN; {advice}")
-    return float(F.nll_loss(log_probabilities, labels))
+    if target == CLASSES:
+        return float(F.nll_loss(outputs, y))
+    return float((binary_cross_entropy if target == LABELS else squared_error)(outputs, y).mean())
 
 
-def predictions_of(log_probabilities: Tensor, labels: Tensor, task: Task, run: RunSettings) -> Predictions:
-    """Return log-probabilities ``(n, C)`` and labels as predictions, from which metrics are computed."""
-    probabilities = log_probabilities.double().exp()
-    probabilities /= probabilities.sum(dim=-1, keepdim=True)  # float32 sums to 1 only up to rounding
+def predictions_of(outputs: Tensor, y: Tensor, task: Task, run: RunSettings) -> Predictions:
+    """Return predictions ``(n, C)`` of :meth:`Predictor.combine` in a form from which metrics are computed.
+
+    ``y`` contains classes ``(n,)``, labels ``(n, C)``, or values ``(n, C)`` in their original unit.
+    """
+    final = in_original_unit(outputs.double(), task)
+    if task.target == CLASSES:
+        final /= final.sum(dim=-1, keepdim=True)  # float32 sums to 1 only up to rounding
     positive = positive_class(run, task.class_names)
-    return Predictions(
-        task.target, array_of(labels), array_of(probabilities), positive, run.threshold, run.fixed_sensitivity
-    )
+    return Predictions(task.target, array_of(y), array_of(final), positive, run.threshold, run.fixed_sensitivity)
 
 
-def combined(outputs: Tensor, coefficients: Tensor, logarithms: bool = False) -> Tensor:
-    """Return the log-probabilities ``(n, C)`` of an ensemble of T members.
+def in_original_unit(outputs: Tensor, task: Task) -> Tensor:
+    """Return the probabilities ``(n, C)`` of classes or labels, or the values ``(n, C)`` in their original unit."""
+    if task.target == CLASSES:
+        return outputs.exp()
+    if task.target == LABELS:
+        return outputs.sigmoid()
+    mean, std = _value_scale(outputs, task)
+    return outputs * std + mean
+
+
+def standardised(y: Tensor, task: Task) -> Tensor:
+    """Return targets as a network predicts them: values ``(n, C)`` become (value - mean) / std, float32."""
+    if task.target != VALUES:
+        return y
+    mean, std = _value_scale(y, task)
+    return ((y - mean) / std).float()
+
+
+def _value_scale(like: Tensor, task: Task) -> tuple[Tensor, Tensor]:
+    """Return the mean and the standard deviation of each value ``(C,)``."""
+    mean, std = task.value_mean or (0.0,) * task.num_classes, task.value_std or (1.0,) * task.num_classes
+    return like.new_tensor(mean), like.new_tensor(std)
+
+
+def combined(outputs: Tensor, coefficients: Tensor, logarithms: bool = False, target: str = CLASSES) -> Tensor:
+    """Return the prediction ``(n, C)`` of an ensemble of T members, as in :meth:`Predictor.combine`.
 
     The members' probabilities or, with ``logarithms``, log-probabilities are averaged with the coefficients as weights.
-    If all coefficients are zero, all members get the same weight.
+    Values are averaged over the members with positive coefficients. If all coefficients are zero, all members get the
+    same weight.
 
     Parameters
     ----------
     outputs : Tensor, (T, n, C)
-        Log-probabilities of the members.
+        Log-probabilities of classes, logits of labels, or values of the members.
     coefficients : Tensor, (T,)
         Weights of the members, which may be negative.
     logarithms : bool
         Whether to average log-probabilities.
+    target : str
+        The target of the task (see :mod:`posy.metrics`).
     """
+    if target == VALUES:
+        coefficients = coefficients.clamp_min(0.0)
     if not bool(coefficients.any()):
         coefficients = torch.ones_like(coefficients)
     coefficients = coefficients / coefficients.abs().sum()
-    if logarithms:
-        return F.log_softmax(torch.einsum("t,tnc->nc", coefficients, outputs), dim=-1)
-    mixture = torch.einsum("t,tnc->nc", coefficients, outputs.exp())
+
+    def averaged(values: Tensor) -> Tensor:
+        return torch.einsum("t,tnc->nc", coefficients, values)
+
+    if target == VALUES:
+        return averaged(outputs)
+    if logarithms:  # a label's normalised geometric mean has the mean of the logits
+        return averaged(outputs) if target == LABELS else F.log_softmax(averaged(outputs), dim=-1)
     # With negative coefficients, the sum is below 1. Distributing the rest evenly keeps the order of the classes.
+    if target == LABELS:
+        present, absent = averaged(outputs.sigmoid()), averaged((-outputs).sigmoid())
+        missing = (1 - present - absent) / 2
+        return (present + missing).clamp_min(1e-12).log() - (absent + missing).clamp_min(1e-12).log()
+    mixture = averaged(outputs.exp())
     mixture += (1 - mixture.sum(dim=-1, keepdim=True)) / mixture.shape[-1]
     return mixture.clamp_min(1e-12).log()
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from posy.client_app.policy import PolicyError, size_violations, too_many_parameters
 from posy.client_app.privacy import check_network, check_privacy
 from posy.client_app.workspace import Workspace
+from posy.metrics import CLASSES
 from posy.models.build import count_parameters
 from posy.strategies.client_settings import all_train_settings
 
@@ -29,7 +30,8 @@ def check_run(workspace: Workspace) -> None:
     if (count := count_parameters(settings.train.model, workspace.task)) > policy.max_parameters:
         raise PolicyError(too_many_parameters(count, policy))
     part, dataset = workspace.partition, workspace.dataset
-    counts = part.counts(dataset.y, workspace.task.num_classes)[0].tolist()
+    has_classes = workspace.task.target == CLASSES
+    counts = part.counts(dataset.y, workspace.task.num_classes)[0].tolist() if has_classes else []
     parameters = workspace.architecture.layout.size
     for train in all_train_settings(settings.train):  # the server decides later which client the site is
         of_client = replace(settings, train=train)

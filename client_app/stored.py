@@ -9,10 +9,11 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from posy.client_app.predictors import Predictor
+from posy.client_app.predictors import Predictor, in_original_unit
 from posy.client_app.training.trainer import EVALUATION_BATCH
 from posy.client_app.workspace import plain_architecture
 from posy.data.inputs import Preprocessing
+from posy.metrics import LABELS, VALUES
 from posy.storage import DamagedFileError, read_arrays
 from posy.strategies.registry import read_settings
 from posy.strategies.settings import Settings
@@ -22,7 +23,7 @@ FAR = 5.0
 
 
 class Prediction(NamedTuple):
-    """The most probable class, and the probabilities keyed by class name."""
+    """The predicted class, or the predicted labels, separated by commas, and the probabilities keyed by name."""
 
     label: str
     probabilities: dict[str, float]
@@ -34,7 +35,7 @@ class ClientModel(nn.Module):
     Attributes
     ----------
     class_names : tuple of str
-        The names of the C classes, in the order of the outputs.
+        The names of the C classes, labels or values, in the order of the outputs.
     client, round : int
         The client and round that the model comes from.
     site, chosen : str
@@ -97,8 +98,9 @@ class ClientModel(nn.Module):
             ) from error
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the class probabilities ``(B, C)`` for prepared samples ``(B, *input_shape)``."""
-        return self._predictor.log_probabilities([network(x) for network in self.members]).exp()
+        """Return the probabilities of classes or labels, or the values, ``(B, C)`` for ``(B, *input_shape)``."""
+        outputs = self._predictor.combine([network(x) for network in self.members])
+        return in_original_unit(outputs, self.preprocessing.task)
 
     def client_logits(self, x: Tensor) -> Tensor:
         """Return the network's second output ``(B, M)``: logits over the clients."""
@@ -139,19 +141,29 @@ class ClientModel(nn.Module):
             if distance > FAR
         ]
 
-    def predict(self, sample: Any) -> Prediction:
+    def predict(self, sample: Any) -> Any:
         """Return the prediction for one sample, or raise :class:`DataError` if the sample is of the wrong kind."""
         return self.predict_all([sample])[0]
 
     @torch.no_grad()
-    def predict_all(self, samples: Iterable[Any]) -> list[Prediction]:
-        """Return a prediction for each sample."""
+    def predict_all(self, samples: Iterable[Any]) -> list[Any]:
+        """Return a :class:`Prediction` for each sample; for a regression, its values in their unit, keyed by name."""
         inputs = list(samples)
         rows: list[list[float]] = []
         for first in range(0, len(inputs), EVALUATION_BATCH):
             rows += self(self.prepare(inputs[first : first + EVALUATION_BATCH])).tolist()
-        names = self.class_names
-        return [Prediction(names[row.index(max(row))], dict(zip(names, row, strict=True))) for row in rows]
+        return [self._prediction(row) for row in rows]
+
+    def _prediction(self, outputs: list[float]) -> Prediction | dict[str, float]:
+        """Return the prediction for a sample, given the model's outputs ``(C,)``."""
+        names, target = self.class_names, self.preprocessing.task.target
+        by_name = dict(zip(names, outputs, strict=True))
+        if target == VALUES:
+            return by_name
+        if target == LABELS:
+            present = [name for name, share in by_name.items() if share >= self.settings.run.threshold]
+            return Prediction(", ".join(present), by_name)
+        return Prediction(names[outputs.index(max(outputs))], by_name)
 
 
 def _outputs(outputs: Any) -> tuple[Tensor, ...]:

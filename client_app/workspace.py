@@ -31,6 +31,7 @@ from posy.data.policy import Policy
 from posy.data.settings import SITES
 from posy.data.sites import fingerprint, load_site, read_site
 from posy.data.task import Task
+from posy.extensions import is_custom
 from posy.forked import cores
 from posy.models.architecture import Architecture, architecture_for
 from posy.paths import expanded
@@ -150,7 +151,8 @@ class Workspace:
     @cached_property
     def criterion(self) -> Criterion | None:
         """The per-sample loss that training minimises, or None for cross-entropy."""
-        return criterion_of(self.settings.train.loss)
+        train = self.settings.train
+        return criterion_of(train.loss, self.task.target, train.huber_delta)
 
     def augment(self, generator: Callable[[], torch.Generator]) -> Augment | None:
         """Return the training augmentation named in the settings, or None."""
@@ -222,7 +224,7 @@ class Workspace:
         """Whether forked processes can train. Autograd's GPU threads do not survive a fork."""
         has_used_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         has_checked_loss = (
-            self.criterion is not None and torch.cuda.is_available()
+            is_custom(self.settings.train.loss) and torch.cuda.is_available()
         )  # the check of a custom loss uses autograd
         return not has_used_cuda and not has_checked_loss
 

@@ -11,16 +11,27 @@ from rich.text import Text
 
 from posy.client_app.policy import policy_of
 from posy.client_app.site import skips
-from posy.data.agreement import Description, is_complete, open_settings, task_of, with_encoder, with_statistics
+from posy.data.agreement import (
+    Description,
+    is_complete,
+    open_settings,
+    task_of,
+    with_encoder,
+    with_statistics,
+    with_value_statistics,
+)
 from posy.data.dataset import Dataset
 from posy.data.encoding import Moments
 from posy.data.errors import DataError
 from posy.data.partitions import Partition
 from posy.data.policy import Policy
+from posy.data.pooled import Pooled
 from posy.data.settings import DataSettings
 from posy.data.sites import check_suits, describe_site, load_site, read_site
-from posy.data.values import moments
+from posy.data.task import STANDARDISED
+from posy.data.values import channel_moments
 from posy.listing import laid_out
+from posy.metrics import CLASSES, LABELS, VALUES
 from posy.paths import expanded
 
 FAR = 10.0
@@ -66,12 +77,14 @@ def check_site(node_config: Mapping[str, Any], settings: DataSettings) -> Report
     content = read_site(path, settings, policy, skips(node_config))
     description = describe_site(content, settings, policy)
     check_suits(content, settings)
-    site_settings = _completed(settings, description, content.distinct[1])
+    names = content.distinct[1] if content.target == CLASSES else content.class_names
+    site_settings = _completed(settings, description, names)
     dataset, part = load_site(content, site_settings, policy)
     x = dataset.x if content.kind == "features" else content.x
     run_classes = task_of(settings).class_names if is_complete(settings) else ()
     classes = _counts(dataset, part)
-    missing_classes = [name for name in run_classes if name not in classes]
+    has_classes = settings.target == CLASSES
+    missing_classes = [name for name in run_classes if has_classes and name not in classes]
     train, test, validation = (len(rows[0]) for rows in (part.train, part.test, part.validation))
     facts = {
         "site": str(node_config.get("name", "")) or "(the name that its key is registered under)",
@@ -84,8 +97,8 @@ def check_site(node_config: Mapping[str, Any], settings: DataSettings) -> Report
         "missing classes": ", ".join(missing_classes[:SHOWN]) + _rest(missing_classes),
         "agreed on in a run": ", ".join(open_settings(settings, content.kind)),
     }
-    features = _unusual_features(dataset) if content.kind == "features" else []
-    statistics = _statistics(dataset, part) if content.kind == "features" else []
+    features = _unusual_features(dataset) if content.kind in STANDARDISED else []
+    statistics = _statistics(dataset, part) if content.kind in STANDARDISED else []
     return Report(facts, classes, features, statistics, dataset.notes, content.unreadable)
 
 
@@ -94,7 +107,8 @@ def show(report: Report, console: Console | None = None) -> None:
     console = console or Console(width=max(100, Console().width))
     console.print(laid_out(None, ("", ""), [(name, text) for name, text in report.facts.items() if text]))
     rows = [(name, str(a), str(b)) for name, (a, b) in report.classes.items()]
-    console.print(laid_out(f"{len(rows)} classes", ("class", "training", "test"), rows))
+    if rows:
+        console.print(laid_out(f"{len(rows)} classes", ("class", "training", "test"), rows))
     if report.features:
         console.print(laid_out("unusual features", ("feature", "from", "to", "why"), report.features))
     if report.statistics:
@@ -118,29 +132,37 @@ def show(report: Report, console: Console | None = None) -> None:
 def _completed(settings: DataSettings, description: Description, labels: tuple[str, ...]) -> DataSettings:
     """Complete the empty settings as in a run with only this site, and return all settings."""
     # A run needs at least two classes, but one site may have samples of only one class.
-    names = [*labels, "another class"] if len(labels) < 2 else labels
+    is_single = len(labels) < 2 and settings.target == CLASSES
+    names = [*labels, "another class"] if is_single else labels
     complete = replace(
         settings,
         sample_kind=description.kind,
         input_shape=settings.input_shape or "x".join(map(str, description.shape)),
         classes=settings.classes or json.dumps(list(names)),
     )
+    mean, squares, count = description.value_mean, description.value_squares, description.count
+    complete = with_value_statistics(complete, [Pooled(1, {}, count, mean, squares)] if mean.size else [])
     if description.table:
-        count, mean, squares = description.count, description.mean, description.squares
-        total = Moments(count, np.array(description.table.present), mean, squares)
+        total = Moments(count, np.array(description.table.present), description.mean, description.squares)
         return with_encoder(complete, description.columns, [description.table], total)
     return with_statistics(complete, [description] if description.mean.size else [])
 
 
 def _counts(dataset: Dataset, part: Partition) -> dict[str, tuple[int, int]]:
-    names = dataset.task.class_names
+    names, target = dataset.task.class_names, dataset.task.target
+    if target == VALUES:
+        return {}
+    if target == LABELS:
+        train, test = (dataset.y[rows[0]].sum(axis=0) for rows in (part.train, part.test))
+        return {name: (int(a), int(b)) for name, a, b in zip(names, train, test, strict=True)}
     train, test = (np.bincount(dataset.y[rows[0]], minlength=len(names)) for rows in (part.train, part.test))
     return {name: (int(a), int(b)) for name, a, b in zip(names, train.tolist(), test.tolist(), strict=True) if a or b}
 
 
 def _unusual_features(dataset: Dataset) -> list[tuple[str, str, str, str]]:
     """Return the features that are constant or have a value more than ``FAR`` standard deviations from the mean."""
-    low, high = dataset.x.min(0), dataset.x.max(0)
+    axes = tuple(range(dataset.x.ndim - 1))
+    low, high = dataset.x.min(axes), dataset.x.max(axes)
     reach = np.maximum(np.abs(low - dataset.mean), np.abs(high - dataset.mean)) / dataset.std
     lines = []
     names = dataset.columns or tuple(map(str, range(len(low))))
@@ -153,7 +175,7 @@ def _unusual_features(dataset: Dataset) -> list[tuple[str, str, str, str]]:
 
 
 def _statistics(dataset: Dataset, part: Partition) -> list[tuple[str, str, str]]:
-    mean, squares = moments(dataset.x, part.train[0])
+    mean, squares = channel_moments(dataset.x, part.train[0])
     names = dataset.columns or tuple(map(str, range(len(mean))))
     std = np.sqrt(squares / len(part.train[0]))
     return [(n, f"{m:.4g}", f"{s:.3g}") for n, m, s in zip(names, mean.tolist(), std.tolist(), strict=True)]

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 
 from posy import figures
-from posy.client_app.stored import ClientModel, Prediction
+from posy.client_app.stored import ClientModel
 from posy.data.errors import DataError
 from posy.data.inputs import Preprocessing
 from posy.data.readers.cells import has_decimal_commas, is_missing, number_in
 from posy.data.readers.tables import rows_of, separator_of
 from posy.data.settings import DataSettings
 from posy.listing import print_table
+from posy.metrics import CLASSES, LABELS, VALUES
 from posy.server_app.record import Record
 from posy.words import title
 
@@ -42,11 +43,17 @@ def predict(run: str, client: str, files: Sequence[str], point: str = "", *, as_
     predictions = model.predict_all(samples)
     _warn(model, names, samples)
     if as_json:
-        _print_json([{"input": name, **_as_dict(p)} for name, p in zip(names, predictions, strict=True)])
+        target = model.preprocessing.task.target
+        _print_json([{"input": name, **_as_dict(p, target)} for name, p in zip(names, predictions, strict=True)])
         return
     heading = f"{title(model.client, model.site)}, {model.point} model of round {model.round}"
+    if model.preprocessing.task.target == VALUES:
+        values = [(name, *(f"{v:.6g}" for v in p.values())) for name, p in zip(names, predictions, strict=True)]
+        print_table(heading, ("input", *model.class_names), values)
+        return
+    target = "labels" if model.preprocessing.task.target == LABELS else "class"
     rows = [(name, p.label, _shares(p.probabilities)) for name, p in zip(names, predictions, strict=True)]
-    print_table(heading, ("input", "class", "probabilities"), rows)
+    print_table(heading, ("input", target, "probabilities"), rows)
 
 
 def route(run: str, files: Sequence[str], picture: Path | None = None, *, as_json: bool = False) -> None:
@@ -119,7 +126,7 @@ def _read(word: str, preprocessing: Preprocessing, settings: DataSettings) -> It
         except (OSError, ValueError, EOFError) as error:
             raise DataError(f"{path}: not a readable array ({error})") from error
         yield from ((f"{word} [{number}]", sample) for number, sample in enumerate(np.atleast_1d(array)))
-    elif suffix == ".csv" and kind != "image":
+    elif suffix == ".csv" and kind not in ("image", "series"):
         yield from _rows(path, preprocessing, settings)
     elif kind == "image":
         yield word, path
@@ -185,7 +192,11 @@ def _shares(shares: Mapping[str, float]) -> str:
     return ", ".join(texts[:MOST]) + ", …" * (len(texts) > MOST)
 
 
-def _as_dict(prediction: Prediction) -> dict[str, Any]:
+def _as_dict(prediction: Any, target: str = CLASSES) -> dict[str, Any]:
+    if target == VALUES:
+        return {"values": prediction}
+    if target == LABELS:
+        return {"labels": prediction.label, "probabilities": prediction.probabilities}
     return {"class": prediction.label, "probabilities": prediction.probabilities}
 
 

@@ -8,7 +8,8 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,9 +33,10 @@ from posy.data.errors import DataError, shared_notes
 from posy.data.labels import label_name, listed, nearly_equal, sorted_names
 from posy.data.pooled import Pooled
 from posy.data.settings import DataSettings
-from posy.data.task import TASK_KINDS, Task
+from posy.data.task import STANDARDISED, TASK_KINDS, Task
 from posy.data.transforms import shape_text
 from posy.data.values import deviation
+from posy.metrics import CLASSES, VALUES
 from posy.settings import SettingsError, as_config
 
 MODES = {1: "L", 3: "RGB"}
@@ -56,13 +58,14 @@ class Description:
     """A site's description of its data. The server derives the common task from the descriptions of all sites.
 
     ``kind`` and ``columns`` are as in :class:`posy.data.dataset.Content`. ``mean`` and ``squares``, float64 ``(F,)``,
-    are empty if the samples are not features, or if the settings specify the mean and the standard deviation.
+    are empty if the samples are neither features nor time series, or if the settings specify the mean and the standard
+    deviation. So are ``value_mean`` and ``value_squares``, float64 ``(C,)``, unless the task is a regression.
     """
 
     kind: str
     shape: tuple[int, ...]  # of one sample, as in the setting input-shape
     fixed: bool  # False for image files and texts, which Posy can resize or truncate
-    classes: tuple[str, ...]  # names; empty if the settings name the run's classes
+    classes: tuple[str, ...]  # names of classes, labels or values; empty if the settings name them
     count: int  # number of training samples from which mean and squares are computed
     mean: np.ndarray  # of each feature
     squares: np.ndarray  # sum of each feature's squared deviations from its mean
@@ -70,11 +73,15 @@ class Description:
     table: TableFacts | None = None  # if the run needs an encoder; mean and squares then cover the values, not all rows
     warnings: tuple[str, ...] = ()  # notes on the data; not read by from_answer
     skipped: int = 0  # number of unreadable files; not read by from_answer
+    value_mean: np.ndarray = field(default_factory=partial(np.empty, 0))  # of each value, in the order of the classes
+    value_squares: np.ndarray = field(
+        default_factory=partial(np.empty, 0)
+    )  # sum of each value's squared deviations from its mean
 
     def as_answer(self) -> dict[str, Any]:
         """Return the description as the values of a Flower ConfigRecord."""
         values = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
-        arrays = {"mean": self.mean.tolist(), "squares": self.squares.tolist()}
+        arrays = {name: value.tolist() for name, value in values.items() if isinstance(value, np.ndarray)}
         table = {"table": self.table.to_json() if self.table else ""}
         return values | arrays | table | site_notices(self.warnings, self.skipped)
 
@@ -91,6 +98,7 @@ class Description:
         """
         kind, shape = answer["kind"], tuple(int(size) for size in answer["shape"])
         mean, squares = (np.array(answer[key], np.float64) for key in ("mean", "squares"))
+        values = [np.array(answer.get(key, ()), np.float64) for key in ("value_mean", "value_squares")]
         count, classes = int(answer["count"]), tuple(dict.fromkeys(label_name(str(c)) for c in answer["classes"]))
         columns = tuple(str(name) for name in answer.get("columns", ()))
         table = TableFacts.from_json(str(answer["table"])) if answer.get("table") else None
@@ -99,17 +107,20 @@ class Description:
             and _suits(shape, kind)
             and count > 0
             and mean.shape == squares.shape
-            and mean.shape in ((0,), shape)
+            and mean.shape in ((0,), shape[-1:])
+            and values[0].shape == values[1].shape
+            and values[0].ndim == 1
             and all(0 < len(name) <= _MAX_NAME for name in classes)
             and len(columns) in (0, shape[0])
             and len(set(columns)) == len(columns)
             and all(len(name) <= _MAX_NAME for name in columns)
             and (table is None or (len(columns) == len(table.kinds) and max(table.present) <= count))
-            and bool(np.isfinite(mean).all() and np.isfinite(squares).all() and (squares >= 0).all())
+            and all(np.isfinite(array).all() for array in (mean, squares, *values))
+            and all((array >= 0).all() for array in (squares, values[1]))
         )
         if not sensible:
             raise DataError("its description of its data is implausible")
-        return cls(kind, shape, bool(answer["fixed"]), classes, count, mean, squares, columns, table)
+        return cls(kind, shape, bool(answer["fixed"]), classes, count, mean, squares, columns, table, (), 0, *values)
 
 
 def site_notices(warnings: Sequence[str], skipped: int) -> dict[str, Any]:
@@ -125,7 +136,8 @@ def open_settings(settings: DataSettings, kind: str) -> list[str]:
     if settings.encoder not in ("", NO_ENCODER) and not (settings.feature_mean and settings.feature_std):
         raise SettingsError("encoder: it needs feature-mean and feature-std; set all three, or none of them")
     keys = ["sample-kind", "input-shape", "classes"]
-    keys += ["feature-mean", "feature-std"] if kind == "features" else []
+    keys += ["feature-mean", "feature-std"] if TASK_KINDS.get(kind) in STANDARDISED else []
+    keys += ["target-mean", "target-std"] if settings.target == VALUES else []
     values = as_config(settings)
     return [key for key in keys if values[key] in ("", "auto")] + ["encoder"] * open_encoder(settings, kind)
 
@@ -143,20 +155,30 @@ def open_encoder(settings: DataSettings, kind: str) -> bool:
 def open_statistics(settings: DataSettings, kind: str) -> bool:
     """Return whether the features' mean or standard deviation, or the encoder, is unset, and the sites provide it."""
     is_open = not (settings.feature_mean and settings.feature_std)
-    return kind == "features" and (is_open or open_encoder(settings, kind))
+    return TASK_KINDS.get(kind) in STANDARDISED and (is_open or open_encoder(settings, kind))
+
+
+def open_values(settings: DataSettings) -> bool:
+    """Return whether the mean or standard deviation of a regression's values is unset, as in open_statistics."""
+    return settings.target == VALUES and not (settings.target_mean and settings.target_std)
 
 
 def task_of(settings: DataSettings) -> Task:
     """Return the task defined by complete settings, or raise :class:`SettingsError` for invalid values."""
     kind, classes = TASK_KINDS[settings.sample_kind], names_in("classes", settings.classes)
-    if len(classes) < 2:
-        raise SettingsError(f"classes = {settings.classes!r}: expected two or more names, without duplicates")
+    least = 2 if settings.target == CLASSES else 1
+    if len(classes) < least:
+        number = "two" if least == 2 else "one"
+        raise SettingsError(f"classes = {settings.classes!r}: expected {number} or more names, without duplicates")
     shape = shape_in(settings, settings.sample_kind)
+    if kind in STANDARDISED:
+        statistics_in(settings, shape[-1])
     if kind == "features":
-        statistics_in(settings, shape[0])
         columns_in(settings, shape[0])
     check_augment(settings.augment, settings.transforms, kind, shape, "the sites")
-    return Task(kind, shape, classes, settings.vocabulary if kind == "text" else 0)
+    values = value_statistics_in(settings, len(classes)) if settings.target == VALUES else ()
+    scale = (tuple(array.tolist()) for array in values)
+    return Task(kind, shape, classes, settings.vocabulary if kind == "text" else 0, settings.target, *scale)
 
 
 def shape_in(settings: DataSettings, kind: str) -> tuple[int, ...]:
@@ -166,7 +188,8 @@ def shape_in(settings: DataSettings, kind: str) -> tuple[int, ...]:
     except ValueError:
         shape = ()
     if not _suits(shape, kind):
-        form = "channels x height x width, as in 3x64x64" if TASK_KINDS[kind] == "image" else "one whole number"
+        forms = {"image": "channels x height x width, as in 3x64x64", "series": "steps x channels, as in 48x6"}
+        form = forms.get(TASK_KINDS[kind], "one whole number")
         raise SettingsError(f"input-shape = {settings.input_shape!r}: for sample-kind = {kind!r} it must be {form}")
     if kind == "image" and shape[0] not in MODES:
         raise SettingsError(f"input-shape = {settings.input_shape!r}: images have 1 or 3 channels, which come first")
@@ -175,15 +198,25 @@ def shape_in(settings: DataSettings, kind: str) -> tuple[int, ...]:
 
 def statistics_in(settings: DataSettings, width: int) -> tuple[np.ndarray, np.ndarray]:
     """Return ``feature-mean`` and ``feature-std`` as float64 ``(F,)`` each, or raise :class:`SettingsError`."""
+    return _pair_in({"feature-mean": settings.feature_mean, "feature-std": settings.feature_std}, width)
+
+
+def value_statistics_in(settings: DataSettings, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return ``target-mean`` and ``target-std`` as float64 ``(C,)`` each, or raise :class:`SettingsError`."""
+    return _pair_in({"target-mean": settings.target_mean, "target-std": settings.target_std}, width)
+
+
+def _pair_in(texts: Mapping[str, str], width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return a mean and a standard deviation, float64 ``(width,)`` each, from the values of two settings."""
     pair = []
-    for key, text in (("feature-mean", settings.feature_mean), ("feature-std", settings.feature_std)):
+    for key, text in texts.items():
         try:
             values = np.array([float(word) for word in text.split(",")])
         except ValueError:
             values = np.empty(0)
-        usable = np.isfinite(values).all() and (key == "feature-mean" or (values > 0).all())
+        usable = np.isfinite(values).all() and (key.endswith("-mean") or (values > 0).all())
         if len(values) not in (1, width) or not usable:
-            bound = " above 0" if key == "feature-std" else ""
+            bound = " above 0" if key.endswith("-std") else ""
             raise SettingsError(
                 f"{key} = {text!r:.60}: it must be one number{bound}, or {width} numbers separated by commas"
             )
@@ -224,7 +257,7 @@ def difference(columns: Sequence[str], names: Sequence[str]) -> str:
 
 
 def _suits(shape: tuple[int, ...], kind: str) -> bool:
-    axes = 3 if TASK_KINDS[kind] == "image" else 1
+    axes = {"image": 3, "series": 2}.get(TASK_KINDS[kind], 1)
     return len(shape) == axes and min(shape) > 0 and math.prod(shape) <= _MAX_SIZE
 
 
@@ -265,24 +298,20 @@ def agreed(
     kind, shape = _agreed_form(sites, settings)
     columns = sites.columns(_named_columns(settings, sites.entries[0][1].shape[0])) if kind == "features" else ()
     result = _with_categories(sites, replace(settings, sample_kind=kind, input_shape=shape), columns)
-    needs_encoder, pooled = open_encoder(result, kind), None
-    if pool and (not settings.classes or open_statistics(result, kind)):
+    pooled = None
+    if pool and (not settings.classes or open_statistics(result, kind) or open_values(settings)):
+        if open_values(settings) and not settings.classes:
+            raise SettingsError(
+                "secure-aggregation = true with task = 'regression': the sites can add the statistics of their values "
+                "only if classes names the values; set classes, or target-mean and target-std"
+            )
         pooled = pool(result, [name for name, _ in sites.entries])
     all_classes = set(pooled.classes) if pooled else {name for _, d in sites.entries for name in d.classes}
     if not settings.classes:
         sites.warn_of_twins(all_classes)
         check_common(pooled.classes, pooled.sites) if pooled else sites.check_classes(all_classes)
     result = replace(result, classes=settings.classes or _listed(sorted_names(all_classes)))
-    measured = [(name, _in_order(d, columns)) for name, d in sites.entries if d.mean.size]
-    if not pooled and kind == "features":
-        unlike = _unlike_columns if needs_encoder else unlike_features
-        sites.warnings += unlike(measured, columns)
-    if needs_encoder:
-        facts, total = (pooled.facts, pooled.total) if pooled else _facts_of([d for _, d in measured])
-        result = with_encoder(result, columns, facts, total)
-        sites.warnings += encoder_notes(Encoder.from_json(result.encoder))
-    elif kind == "features":
-        result = with_statistics(result, [pooled] if pooled and pooled.count else [d for _, d in measured])
+    result = _with_scales(sites, result, columns, pooled)
     task_of(result)
     return result, sites.warnings
 
@@ -318,6 +347,31 @@ def _with_categories(sites: "_Sites", settings: DataSettings, columns: tuple[str
     if categorical or settings.missing == "impute":
         return replace(result, categories=_listed(categorical)) if tables else replace(result, encoder=NO_ENCODER)
     return result
+
+
+def _with_scales(
+    sites: "_Sites", settings: DataSettings, columns: tuple[str, ...], pooled: Pooled | None
+) -> DataSettings:
+    """Return the settings with the encoder, if the run needs one, and with the statistics of features and values.
+
+    Without ``pooled``, the descriptions provide the statistics, and the function warns about unlike features.
+    """
+    needs_encoder = open_encoder(settings, settings.sample_kind)
+    measured = [(name, _in_order(d, columns)) for name, d in sites.entries if d.mean.size]
+    described = [d for _, d in measured]
+    if pooled:
+        features, values = pooled.divided(statistics_count(settings))
+        joint, value_moments = [features] if features.mean.size else [], [values] if values.mean.size else []
+    else:
+        sites.warnings += (_unlike_columns if needs_encoder else unlike_features)(measured, columns)
+        value_moments = _value_moments(settings, [d for _, d in sites.entries])
+    if needs_encoder:
+        facts, total = (features.facts, features.total) if pooled else _facts_of(described)
+        settings = with_encoder(settings, columns, facts, total)
+        sites.warnings += encoder_notes(Encoder.from_json(settings.encoder))
+    else:
+        settings = with_statistics(settings, joint if pooled else described)
+    return with_value_statistics(settings, value_moments)
 
 
 def _facts_of(descriptions: Sequence[Description]) -> tuple[list[TableFacts], Moments]:
@@ -410,15 +464,44 @@ def with_statistics(settings: DataSettings, descriptions: Sequence[Description] 
     """
     if not descriptions:
         return settings
+    mean, std = _joint_scale(descriptions)
+    return replace(settings, feature_mean=settings.feature_mean or mean, feature_std=settings.feature_std or std)
+
+
+def with_value_statistics(settings: DataSettings, moments: Sequence[Pooled]) -> DataSettings:
+    """Return the settings with the mean and standard deviation of each value, as :func:`with_statistics` does."""
+    if not moments:
+        return settings
+    mean, std = _joint_scale(moments)
+    return replace(settings, target_mean=settings.target_mean or mean, target_std=settings.target_std or std)
+
+
+def statistics_count(settings: DataSettings) -> int:
+    """Return the number of features in a masked sum of statistics, 0 if the settings specify their scale."""
+    kind = settings.sample_kind
+    return shape_in(settings, kind)[-1] if open_statistics(settings, kind) else 0
+
+
+def _value_moments(settings: DataSettings, descriptions: Sequence[Description]) -> list[Pooled]:
+    """Return the moments of the values at each site that describes all of them, in the run's order."""
+    names, pools = names_in("classes", settings.classes), []
+    for d in descriptions:
+        site_names = d.classes or names  # a site that receives the names describes its values in their order
+        if len(site_names) == len(d.value_mean) > 0 and set(site_names) == set(names):
+            order = [site_names.index(name) for name in names]
+            pools.append(Pooled(1, {}, d.count, d.value_mean[order], d.value_squares[order]))
+    return pools
+
+
+def _joint_scale(descriptions: Sequence[Description] | Sequence[Pooled]) -> tuple[str, str]:
+    """Return the mean and the standard deviation over the samples of several sites, as texts for settings."""
     counts = np.array([d.count for d in descriptions], np.float64)[:, None]
     means = np.stack([d.mean for d in descriptions])
     mean = (counts * means).sum(0) / counts.sum()
     mean = np.where((means == means[0]).all(0), means[0], mean)
     squares = np.stack([d.squares for d in descriptions]).sum(0) + (counts * (means - mean) ** 2).sum(0)
-    texts = [",".join(map(repr, v.tolist())) for v in (mean, deviation(mean, squares / counts.sum()))]
-    return replace(
-        settings, feature_mean=settings.feature_mean or texts[0], feature_std=settings.feature_std or texts[1]
-    )
+    mean_text, std_text = (",".join(map(repr, v.tolist())) for v in (mean, deviation(mean, squares / counts.sum())))
+    return mean_text, std_text
 
 
 def unlike_features(sites: Sequence[tuple[str, Description]], columns: Sequence[str] = ()) -> list[str]:

@@ -19,8 +19,9 @@ from posy.randomness import torch_generator
 class ClientData:
     """Training, test and validation data of one client, on its device.
 
-    Inputs are images, float32 ``(n, C, H, W)``, normalised, channels_last; features, float32 ``(n, F)``; or text,
-    int64 ``(n, L)``. Labels are int64 ``(n,)``. A client with a single sample has no test data.
+    Inputs are images, float32 ``(n, C, H, W)``, normalised, channels_last; features, float32 ``(n, F)``; time series,
+    float32 ``(n, T, F)``; or text, int64 ``(n, L)``. Targets are classes, int64 ``(n,)``; labels, int64 ``(n, C)``; or
+    values in their original unit, float64 ``(n, C)``. A client with a single sample has no test data.
     """
 
     x_train: Tensor

@@ -9,6 +9,7 @@ from posy.data.encoding import encoder_in
 from posy.data.errors import DataError, Note
 from posy.data.labels import LabelRule, label_name, nearly_equal
 from posy.data.settings import DataSettings
+from posy.metrics import CLASSES
 from posy.settings import SettingsError
 
 _SHOWN = 20  # maximum number of column names that a message lists
@@ -33,16 +34,27 @@ class Columns:
     separator: str = "auto"
     decimal: str = "auto"
     """The settings of these names."""
+    target: str = CLASSES
+    """The target in :mod:`posy.metrics`."""
+    more_labels: tuple[str, ...] = ()
+    """Further columns of labels or values after ``label``; empty for classes."""
+    kind: str = "auto"
+    """The setting ``sample-kind``."""
 
     @classmethod
-    def of(cls, settings: DataSettings) -> Self:
-        """Return the columns named in the settings, or raise :class:`SettingsError` for a malformed list."""
+    def of(cls, settings: DataSettings, label: str = "") -> Self:
+        """Return the columns named in the settings, or raise :class:`SettingsError` for a malformed list.
+
+        ``label`` is the default of ``label-column``.
+        """
         inputs = names_in("input-columns", settings.input_columns) if settings.input_columns else ()
         categories = names_in("categories", settings.categories) if settings.categories else ()
         if encoder := encoder_in(settings.encoder):
             categories = encoder.categorical
+        label, target = settings.label_column or label, settings.target
+        labels = names_in("label-column", label) if target != CLASSES and label else (label_name(label),)
         return cls(
-            label_name(settings.label_column),
+            labels[0],
             inputs,
             label_name(settings.group_column),
             label_name(settings.split_column),
@@ -50,11 +62,15 @@ class Columns:
             imputes=settings.missing == "impute",
             separator=settings.separator,
             decimal=settings.decimal,
+            target=target,
+            more_labels=labels[1:],
+            kind=settings.sample_kind,
         )
 
     def named(self) -> list[tuple[str, str]]:
         """Return a pair (setting key, column name) for each column named in the settings."""
-        pairs = [("label-column", self.label), ("group-column", self.group), ("split-column", self.split)]
+        pairs = [("label-column", name) for name in (self.label, *self.more_labels)]
+        pairs += [("group-column", self.group), ("split-column", self.split)]
         return [(key, name) for key, name in pairs if name] + [("input-columns", name) for name in self.inputs]
 
 
@@ -68,8 +84,14 @@ class Roles:
     split: int | None
     is_text: bool  # whether the only input is a column of texts, even if every text is a number
     notes: tuple[str, ...]
+    more_labels: tuple[int, ...] = ()  # further columns of labels or values; empty for classes
     rule: LabelRule | None = None
     """The rule that derives the classes from the label column, if the setting `label-column` is a comparison."""
+
+    @property
+    def labels(self) -> tuple[int, ...]:
+        """The columns of the class, or of all labels or values."""
+        return (self.label, *self.more_labels)
 
 
 def roles(
@@ -86,7 +108,8 @@ def roles(
     DataError
         If a named column does not exist, a column is named twice, or no column remains.
     """
-    rule = None if columns.label in header else LabelRule.parse(columns.label)
+    has_rule = columns.target == CLASSES and columns.label not in header
+    rule = LabelRule.parse(columns.label) if has_rule else None
     columns = replace(columns, label=rule.column) if rule else columns
     assigned = replace(_roles(header, columns, where, coded, images), rule=rule)
     _check_categories(header, columns, assigned, where)
@@ -104,14 +127,16 @@ def _roles(header: Sequence[str], columns: Columns, where: str, coded: Sequence[
     if not (columns.label or free):
         raise DataError(f"{where}: no column is left for the label; name fewer columns in input-columns")
     label, notes = _label(header, columns, free, coded)
-    if label in inputs or label in (group, split):
+    further = tuple(header.index(name) for name in columns.more_labels)
+    repeated = [index for index in (label, *further) if index in inputs or index in (group, split)]
+    if repeated:
         raise DataError(
-            f"{where}: the column {header[label]!r} is the label of the site; use other columns, or name another label "
-            "in the policy of the site",
+            f"{where}: the column {header[repeated[0]]!r} is the label of the site; use other columns, or name another "
+            "label in the policy of the site",
             "label-column",
-            header[label],
+            header[repeated[0]],
         )
-    free = [index for index in free if index != label]
+    free = [index for index in free if index not in (label, *further)]
     if group is None:
         group = next((index for index in free if lower[index] == "group"), None)
     remaining = [index for index in free if index != group]
@@ -119,7 +144,7 @@ def _roles(header: Sequence[str], columns: Columns, where: str, coded: Sequence[
         raise DataError(f"{where}: no column other than the label; at least one is needed")
     texts = [index for index in inputs or remaining if lower[index] == "text"] if len(inputs) < 2 else []
     if inputs:
-        return Roles(label, inputs, group, split, bool(texts), tuple(notes))
+        return Roles(label, inputs, group, split, bool(texts), tuple(notes), further)
     pictures = [index for index in remaining if index in images]
     if not texts and len(pictures) > 1:
         raise DataError(
@@ -128,7 +153,7 @@ def _roles(header: Sequence[str], columns: Columns, where: str, coded: Sequence[
     chosen = tuple(texts or pictures or remaining)
     if unused := [header[index] for index in remaining if index not in chosen]:
         notes.append(Note(f"Posy does not use these columns: {', '.join(unused)}"))
-    return Roles(label, chosen, group, split, bool(texts), tuple(notes))
+    return Roles(label, chosen, group, split, bool(texts), tuple(notes), further)
 
 
 def _check_categories(header: Sequence[str], columns: Columns, assigned: Roles, where: str) -> None:

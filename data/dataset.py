@@ -14,9 +14,11 @@ from posy.data.encoding import Categories, Encoder, Moments, encoder_notes, make
 from posy.data.errors import Note
 from posy.data.labels import distinct_labels, label_notes
 from posy.data.published import FLAMBY
-from posy.data.task import TASK_KINDS, Task
+from posy.data.targets import target_notes, value_scale
+from posy.data.task import STANDARDISED, TASK_KINDS, Task
 from posy.data.text import UNKNOWN, tokenise
-from posy.data.values import as_features, check_scaled, deviation, moments
+from posy.data.values import as_features, channel_moments, check_scaled, deviation
+from posy.metrics import CLASSES, VALUES
 
 _LOG = getLogger("flwr")  # Flower's logger, so that messages appear in the log of the run
 Indices = tuple[tuple[np.ndarray, np.ndarray], ...]
@@ -27,17 +29,18 @@ Indices = tuple[tuple[np.ndarray, np.ndarray], ...]
 class Dataset:
     """All training and test samples of a data set.
 
-    ``x``, which may be memory-mapped, contains ``(N, H, W, C)`` images, uint8 or scaled float32; ``(N, F)`` features,
-    float32, or float64 if float32 would change a value; ``(N, L)`` int64 tokens; or ``(N,)`` texts, which
-    :func:`fitted` turns into tokens. A client subtracts ``mean`` and divides by ``std``. For images, both contain one
-    float32 per channel, which applies to pixels/255 if the pixels are uint8. For features, both contain one float64 per
-    feature. They are 0 and 1 if values need no normalisation, and for features before :func:`fitted`.
+    ``x``, which may be memory-mapped, contains ``(N, H, W, C)`` images, uint8 or scaled float32; ``(N, F)`` features
+    or ``(N, T, F)`` time series, float32, or float64 if float32 would change a value; ``(N, L)`` int64 tokens; or
+    ``(N,)`` texts, which :func:`fitted` turns into tokens. A client subtracts ``mean`` and divides by ``std``. For
+    images, both contain one float32 per channel, which applies to pixels/255 if the pixels are uint8. For features and
+    time series, both contain one float64 per feature or channel. They are 0 and 1 if values need no normalisation, and
+    before :func:`fitted`.
     """
 
     name: str  # name or path of the data
     task: Task
     x: np.ndarray
-    y: np.ndarray  # (N,) int64 labels 0..C-1
+    y: np.ndarray  # (N,) int64 classes 0..C-1; (N, K) int64 labels, 0 or 1; or (N, K) float64 values
     mean: np.ndarray
     std: np.ndarray
     groups: np.ndarray | None = None  # (N,) int64 natural group of each sample: writer, user, medical centre
@@ -69,13 +72,14 @@ class Content:
     """The content of a file or folder, before it is assigned to a task."""
 
     path: Path  # for messages
-    kind: str  # image (uint8), image-float, features, text or tokens (word indices)
+    kind: str  # image (uint8), image-float, features, series, text or tokens (word indices)
     x: Any  # as in Dataset; for text, the N texts
-    labels: np.ndarray  # (N,), as posy.data.labels.as_labels returns them
+    labels: np.ndarray  # (N,), as posy.data.labels.as_labels returns them, or (N, K), as posy.data.targets.as_targets
     groups: np.ndarray | None = None  # groups, is_test and given are as in Dataset
     is_test: np.ndarray | None = None
     given: Indices | None = None
     class_names: tuple[str, ...] = ()  # if the data has them; the labels are then class indices 0..C-1
+    target: str = CLASSES  # a target in posy.metrics; labels and values always have class_names
     columns: tuple[str, ...] = ()  # names of the features, if the data has them
     group_names: tuple[str, ...] = ()  # as in Dataset
     read_notes: tuple[str, ...] = ()  # one-sentence warnings about the data
@@ -110,6 +114,8 @@ class Content:
     @property
     def notes(self) -> tuple[str, ...]:
         """Warnings about the data and its labels."""
+        if self.target != CLASSES:
+            return (*self.read_notes, *target_notes(self.labels, self.class_names))
         return (*self.read_notes, *label_notes(*self.distinct, self.is_test))
 
 
@@ -128,6 +134,7 @@ def make_dataset(
     vocabulary: int = 0,
     scale: tuple[np.ndarray, np.ndarray] | None = None,
     text_length: int = 0,
+    target: tuple[Any, ...] = (),
     **attributes: Any,
 ) -> Dataset:
     """Build a :class:`Dataset` from its samples, its labels and the parts of its :class:`Task`.
@@ -136,7 +143,8 @@ def make_dataset(
     not change.
     ``scale`` is the mean and the standard deviation of the features; without it, :func:`fitted` computes them.
     ``text_length`` is the number of tokens per text after :func:`fitted`. ``sample_kind`` is as in :class:`Content`.
-    ``attributes`` are passed to :class:`Dataset`.
+    ``target`` contains the last fields of :class:`Task`, from its target on. ``attributes`` are passed to
+    :class:`Dataset`.
     """
     shape: tuple[int, ...] = x.shape[1:] or (text_length,)
     kind = TASK_KINDS[sample_kind]
@@ -147,8 +155,8 @@ def make_dataset(
     elif kind == "text":
         scale = np.zeros(1, np.float32), np.ones(1, np.float32)
     elif scale is None:
-        scale = np.zeros(shape[0]), np.ones(shape[0])
-    task = Task(kind, shape, tuple(class_names), vocabulary)
+        scale = np.zeros(shape[-1]), np.ones(shape[-1])
+    task = Task(kind, shape, tuple(class_names), vocabulary, *target)
     mean, std = scale
     return Dataset(name, task, x, y, mean, std, sample_kind=sample_kind, **attributes)
 
@@ -165,9 +173,9 @@ def fitted(
 ) -> Dataset:
     """Return the data set with statistics and a vocabulary derived from training samples alone.
 
-    The mean and the standard deviation of each feature are taken over the training samples of all clients. A constant
-    feature is only centred. Texts become tokens, with one token for each of the ``max_words`` most frequent words in
-    the training texts. Images and tokens need no statistics.
+    The mean and the standard deviation of each feature, and of each value of a regression, are taken over the training
+    samples of all clients. A constant feature is only centred. Texts become tokens, with one token for each of the
+    ``max_words`` most frequent words in the training texts. Images and tokens need no statistics.
 
     Parameters
     ----------
@@ -190,19 +198,21 @@ def fitted(
     DataError
         If a standardised sample exceeds the range of float32.
     """
-    if dataset.sample_kind not in ("features", "text"):
-        return dataset
     rows = np.unique(np.concatenate(train))
-    if dataset.sample_kind == "features":
-        if dataset.columns and (imputes or dataset.categories):
-            dataset = _encoded(dataset, rows, imputes=imputes, min_rows=min_rows)
-        mean, squares = moments(dataset.x, rows)
+    if dataset.task.target == VALUES:
+        value_mean, value_std = value_scale(dataset.y, rows)
+        dataset = replace(dataset, task=replace(dataset.task, value_mean=value_mean, value_std=value_std))
+    if dataset.sample_kind == "features" and dataset.columns and (imputes or dataset.categories):
+        dataset = _encoded(dataset, rows, imputes=imputes, min_rows=min_rows)
+    if dataset.task.kind in STANDARDISED:
+        mean, squares = channel_moments(dataset.x, rows)
         mean, std = _without_one_hot(dataset.encoder, mean, deviation(mean, squares / len(rows)))
         check_scaled(dataset.x, mean, std, dataset.name, dataset.columns)
         dataset = replace(dataset, mean=mean, std=std)
         if scaling == "client":
             scales = [_client_scale(dataset, rows, protocol) for rows in train]
             dataset = replace(dataset, client_scales=tuple(scales))
+    if dataset.sample_kind != "text":
         return dataset
     tokens, words = tokenise(dataset.x, dataset.task.input_shape[0], max_words, rows)
     task = replace(dataset.task, vocabulary=len(words) + UNKNOWN + 1)
@@ -211,7 +221,7 @@ def fitted(
 
 def _client_scale(dataset: Dataset, rows: np.ndarray, protocol: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the mean and the standard deviation of each feature over a client's training samples."""
-    mean, squares = moments(dataset.x, rows)
+    mean, squares = channel_moments(dataset.x, rows)
     if protocol == FLAMBY:
         std = np.sqrt(squares / max(1, len(rows) - 1)) + 1e-9
     else:

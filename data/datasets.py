@@ -16,6 +16,7 @@ from posy.data.readers.functions import read_function
 from posy.data.readers.own import as_dataset, has_columns, read_own
 from posy.data.readers.published import load_published
 from posy.data.settings import DataSettings, path_of
+from posy.data.task import TITLES
 from posy.data.text import MAX_LENGTH
 from posy.extensions import is_custom
 from posy.paths import absolute, exists
@@ -70,7 +71,7 @@ def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:
                 content = read_hub(name, columns, size, settings.download)
             elif function:
                 _check_columns(columns, name, False)
-                content = read_function(name)
+                content = read_function(name, columns)
             else:
                 path = path_of(name, data_dir)
                 _check_columns(columns, name, has_columns(path))
@@ -80,6 +81,7 @@ def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:
         raise DataError(f"{name}: cannot be read ({error})") from error
     except MemoryError as error:
         raise DataError(f"{name}: does not fit into memory ({error})") from error
+    _check_task(dataset, settings)
     _check_resized(dataset, settings)
     return _subset(dataset, settings, seed)
 
@@ -90,6 +92,20 @@ def _check_columns(columns: Columns, name: str, has_columns: bool) -> None:
         raise SettingsError(
             f"{named[0][0]} = {named[0][1]!r} cannot be combined with dataset = {name!r}, which has no columns: only "
             f".csv, .parquet, hf:owner/name and folders of datasets.save_to_disk have columns; remove {named[0][0]}"
+        )
+
+
+def _check_task(dataset: Dataset, settings: DataSettings) -> None:
+    """Raise :class:`SettingsError` if the data does not have the target or the kind of samples that the run names."""
+    if dataset.task.target != settings.target:
+        raise SettingsError(
+            f"task = {settings.task!r}: {dataset.name} has {dataset.task.target}, so its task is "
+            f"{TITLES[dataset.task.target]}; remove task"
+        )
+    if settings.sample_kind not in ("auto", dataset.sample_kind):
+        raise SettingsError(
+            f"sample-kind = {settings.sample_kind!r}: {dataset.name} has samples of the kind {dataset.sample_kind}; "
+            "remove sample-kind"
         )
 
 

@@ -9,6 +9,7 @@ CODES = {
     "missing-value": "a value is missing",
     "not-a-number": "a cell is not a finite number in the range of float32",
     "wrong-label": "a label is missing, or is neither a whole number nor a string",
+    "wrong-target": "its labels do not suit the task of the run",
     "missing-column": "a column that the run names does not exist",
     "label-column": "the run uses the label of the site as another column",
     "other-columns": "its columns differ from the run's columns",

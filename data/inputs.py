@@ -17,14 +17,15 @@ from posy.data.encoding import Encoder
 from posy.data.errors import DataError
 from posy.data.readers.cells import category_in, is_missing, number_in
 from posy.data.readers.image import as_images, pixels_of, read_images
-from posy.data.task import TASK_KINDS, Task
+from posy.data.task import STANDARDISED, TASK_KINDS, Task
 from posy.data.text import hashed, tokens_of
 from posy.data.transforms import shape_text
 from posy.data.values import as_features
+from posy.metrics import CLASSES
 
 
 def normalised(x: Tensor, kind: str, mean: np.ndarray, std: np.ndarray) -> Tensor:
-    """Return samples in a network's input format: images ``(n, C, H, W)``, features or tokens.
+    """Return samples in a network's input format: images ``(n, C, H, W)``, features, time series or tokens.
 
     Parameters
     ----------
@@ -38,7 +39,7 @@ def normalised(x: Tensor, kind: str, mean: np.ndarray, std: np.ndarray) -> Tenso
     if kind == "text":
         return x
     centre, width = torch.from_numpy(mean).to(x.device), torch.from_numpy(std).to(x.device)
-    if kind == "features":  # round to float32 last, because samples may differ only in the last digits
+    if kind in STANDARDISED:  # round to float32 last, because samples may differ only in the last digits
         return x.double().sub_(centre).div_(width).float()
     scale = 255.0 if x.dtype == torch.uint8 else 1.0
     return x.float().sub_(centre * scale).div_(width * scale).permute(0, 3, 1, 2)
@@ -71,6 +72,7 @@ class Preprocessing:
     def to_json(self) -> str:
         """Return the preprocessing as JSON; :meth:`from_json` restores each number exactly."""
         task = {"shape": self.task.input_shape, "classes": self.task.class_names, "vocabulary": self.task.vocabulary}
+        task |= {"target": self.task.target, "value-mean": self.task.value_mean, "value-std": self.task.value_std}
         scale = {"mean": self.mean.tolist(), "std": self.std.tolist(), "type": str(self.mean.dtype)}
         encoder = {"encoder": self.encoder.to_json()} if self.encoder else {}
         words = {"words": self.words, "columns": self.columns}
@@ -81,7 +83,9 @@ class Preprocessing:
         """Read the JSON that :meth:`to_json` returns; other text raises ValueError, KeyError or TypeError."""
         stored = json.loads(text)
         kind, classes = stored["kind"], tuple(stored["classes"])
-        task = Task(TASK_KINDS[kind], tuple(stored["shape"]), classes, stored["vocabulary"])
+        target = stored.get("target", CLASSES)  # earlier versions of Posy only classify
+        values = (tuple(stored.get(key, ())) for key in ("value-mean", "value-std"))
+        task = Task(TASK_KINDS[kind], tuple(stored["shape"]), classes, stored["vocabulary"], target, *values)
         mean, std = (np.array(stored[key], stored["type"]) for key in ("mean", "std"))
         encoder = Encoder.from_json(stored["encoder"]) if "encoder" in stored else None
         return cls(task, kind, mean, std, tuple(stored["words"]), tuple(stored["columns"]), encoder)
@@ -93,14 +97,16 @@ class Preprocessing:
         ----------
         sample
             An image: a path, a PIL image, or pixels ``(H, W)``, ``(H, W, C)`` or ``(C, H, W)``; a text, or the path of
-            a text file; features ``(F,)``, or a mapping from their names to values; or tokens ``(L,)``.
+            a text file; features ``(F,)``, or a mapping from their names to values; a time series ``(T, F)``; or tokens
+            ``(L,)``.
 
         Raises
         ------
         DataError
             If the sample is not of the kind that the network was trained on.
         """
-        read = {"image": self._pixels, "features": self._features, "text": self._tokens}[self.task.kind]
+        readers = {"image": self._pixels, "features": self._features, "series": self._series, "text": self._tokens}
+        read = readers[self.task.kind]
         return normalised(torch.from_numpy(np.array(read(sample)[None])), self.task.kind, self.mean, self.std)
 
     def describe(self) -> str:
@@ -114,6 +120,8 @@ class Preprocessing:
             if self.encoder:
                 return f"rows of {len(self.columns)} numbers and categories{names}"
             return f"rows of {shape[0]} numbers{names}"
+        if self.task.kind == "series":
+            return f"time series of {shape_text(shape)} (steps x channels)"
         return "texts" if self.sample_kind == "text" else f"at most {shape[0]} tokens (word indices)"
 
     def _refused(self, description: str) -> DataError:
@@ -175,6 +183,12 @@ class Preprocessing:
                 x[0, number] = parsed
             categories.append(names)
         return as_features(encoder.encode(x, tuple(categories), "the row"), "the row")[0][0]
+
+    def _series(self, sample: Any) -> np.ndarray:
+        array = self._numbers(sample)
+        if array.shape != self.task.input_shape:
+            raise self._refused(_describe_shape(array))
+        return as_features(array.astype(np.float64), "the time series")[0]
 
     def _tokens(self, sample: Any) -> np.ndarray:
         length = self.task.input_shape[0]

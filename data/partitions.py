@@ -13,7 +13,7 @@ from posy.data.augment import check_augment
 from posy.data.dataset import Dataset, Indices
 from posy.data.errors import DataError
 from posy.data.files import read_json
-from posy.data.settings import DataSettings
+from posy.data.settings import BY_CLASS, DataSettings
 from posy.data.shifts import check_shift
 from posy.data.splits import RANDOM, Strata, split, split_folds
 from posy.metrics import CLASSES
@@ -45,6 +45,17 @@ class Partition:
         """Return the number of samples per client and class over all splits, ``(M, C)`` int64."""
         evaluated = (_class_counts(split, y, num_classes) for split in (self.test, self.validation))
         return sum(evaluated, self.train_counts(y, num_classes))
+
+    def label_counts(self, y: np.ndarray) -> np.ndarray:
+        """Return the number of samples with each label ``(N, C)``, per client over all splits, ``(M, C)`` int64."""
+        return np.stack([y[np.concatenate(parts)].sum(axis=0) for parts in self._splits()])
+
+    def sizes(self) -> np.ndarray:
+        """Return the number of samples per client over all splits, ``(M, 1)`` int64."""
+        return np.array([[sum(map(len, parts))] for parts in self._splits()], np.int64)
+
+    def _splits(self) -> list[tuple[np.ndarray, ...]]:
+        return list(zip(self.train, self.test, self.validation, strict=True))
 
     def train_counts(self, y: np.ndarray, num_classes: int) -> np.ndarray:
         """Return the number of training samples per client and class, ``(M, C)`` int64."""
@@ -108,6 +119,8 @@ def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
         training = replace(dataset, y=dataset.y[rows], groups=groups, is_test=None)
         _check(kind, training, settings)
         pairs = _with_test_set(kind, dataset, is_test, training, settings, rng)
+    if kind == "iid" and dataset.task.target != CLASSES:
+        log(INFO, "%s has no classes: Posy assigns samples to clients at random (partition = iid)", dataset.name)
     if kind == "given" and settings.partition != "given":
         log(INFO, "%s comes partitioned over %s clients: Posy uses this partition", dataset.name, len(pairs))
     for client, (train, _) in enumerate(pairs):
@@ -144,7 +157,7 @@ def finished(pairs: Indices, settings: DataSettings, rng: np.random.Generator, s
 
 def _check(kind: str, dataset: Dataset, settings: DataSettings) -> None:
     """Check the settings against the data before assigning samples."""
-    clients, num_classes = settings.num_clients, dataset.task.num_classes
+    clients = settings.num_clients
     if kind == "given":
         if settings.test_set == "pooled" and dataset.given is not None:
             raise SettingsError(
@@ -166,11 +179,7 @@ def _check(kind: str, dataset: Dataset, settings: DataSettings) -> None:
         raise SettingsError(
             f"num-clients = {clients}: {dataset.name} has {len(dataset)} samples, and each client needs at least one"
         )
-    if kind in ("classes", "pathological") and settings.classes_per_client > num_classes:
-        raise SettingsError(
-            f"classes-per-client = {settings.classes_per_client}: {dataset.name} has {num_classes} classes; "
-            f"allowed: 1 to {num_classes}"
-        )
+    _check_classes(kind, dataset, settings)
     if settings.samples_per_client and kind not in ("classes", "iid"):
         raise SettingsError(
             f"samples-per-client = {settings.samples_per_client} needs partition = 'classes' or 'iid', not {kind!r}; "
@@ -187,6 +196,20 @@ def _check(kind: str, dataset: Dataset, settings: DataSettings) -> None:
     is_pixels = dataset.task.kind == "image" and dataset.x.dtype == np.uint8
     check_shift(settings.shift, clients, dataset.x.shape[-1] if is_pixels else 0)
     check_augment(settings.augment, settings.transforms, dataset.task.kind, dataset.task.input_shape, dataset.name)
+
+
+def _check_classes(kind: str, dataset: Dataset, settings: DataSettings) -> None:
+    """Check that the data has the classes that a partition needs."""
+    if kind in BY_CLASS and dataset.task.target != CLASSES:
+        raise SettingsError(
+            f"partition = {kind!r} assigns samples by class, but {dataset.name} has {dataset.task.target}; set "
+            "partition = 'iid', 'natural' or 'file'"
+        )
+    if kind in ("classes", "pathological") and settings.classes_per_client > dataset.task.num_classes:
+        raise SettingsError(
+            f"classes-per-client = {settings.classes_per_client}: {dataset.name} has {dataset.task.num_classes} "
+            f"classes; allowed: 1 to {dataset.task.num_classes}"
+        )
 
 
 def _check_folds(kind: str, dataset: Dataset, settings: DataSettings, is_test: np.ndarray | None) -> None:
@@ -292,6 +315,8 @@ def _divided(
 ) -> list[np.ndarray]:
     """Divide the indices of a test set among clients, in the numbers that :func:`share_test_set` returns."""
     num_classes, y = dataset.task.num_classes, dataset.y
+    if dataset.task.target != CLASSES:  # all samples count as one class
+        num_classes, y = 1, np.zeros(len(dataset), np.int64)
     available = np.bincount(y[test], minlength=num_classes)
     shares = share_test_set(_class_counts(train, y, num_classes), available, rng)
     if unused := int(available.sum() - shares.sum()):

@@ -53,6 +53,12 @@ class Pooled:
         """The statistics of the tables' columns."""
         return Moments(self.count, self.present, self.mean, self.squares)
 
+    def divided(self, features: int) -> "tuple[Pooled, Pooled]":
+        """Return the statistics of the first ``features`` numbers, and of the others, a regression's values."""
+        parts = ((self.mean[part], self.squares[part]) for part in (slice(features), slice(features, None)))
+        first, second = (replace(self, mean=mean, squares=squares) for mean, squares in parts)
+        return first, second
+
 
 def numbers_of(
     classes: Sequence[str] | None,
@@ -72,7 +78,8 @@ def numbers_of(
     mean, squares : numpy.ndarray
         Mean of each feature, and sum of its squared deviations, float64 ``(F,)``; ``F`` may be 0.
     table : TableFacts, optional
-        Facts about the site's table, if the run needs an encoder. The mean then covers the rows with a value.
+        Facts about the site's table, if the run needs an encoder. The mean of each of its columns then covers the rows
+        with a value. Further numbers cover all rows.
 
     Raises
     ------
@@ -80,23 +87,23 @@ def numbers_of(
         If a label or a category has more than :data:`NAME_BYTES` bytes.
     """
     numbers = [1, count]
-    counts = table.present if table else (count,) * len(mean)
+    present = table.present if table else ()
+    counts = (*present, *(count,) * (len(mean) - len(present)))
     for n, m, q in zip(counts, map(Fraction, mean.tolist()), map(Fraction, squares.tolist()), strict=True):
         numbers += _words(round(n * m * 2**SCALE_BITS), SUM_WORDS)
         numbers += _words(round((q + n * m * m) * 2 ** (2 * SCALE_BITS)), SQUARE_WORDS)
-    if table:
-        numbers += table.present
+    numbers += present
     return numbers if classes is None and not table else numbers + _table_of([*(classes or ()), *_fact_names(table)])
 
 
-def count_of(features: int, *, classes: bool, table: bool = False) -> int:
-    """Return the length of the list that :func:`numbers_of` returns."""
-    numbers = 2 + features * (SUM_WORDS + SQUARE_WORDS + table)
+def count_of(features: int, values: int = 0, *, classes: bool, table: bool = False) -> int:
+    """Return the length of the list that :func:`numbers_of` returns for features, and for a regression's values."""
+    numbers = 2 + (features + values) * (SUM_WORDS + SQUARE_WORDS) + features * table
     return numbers + (CELLS * _CELL_WORDS if classes or table else 0)
 
 
-def pooled(sums: Sequence[int], features: int, *, classes: bool, table: bool = False) -> Pooled:
-    """Return the statistics over all sites from the sums of their numbers.
+def pooled(sums: Sequence[int], features: int, values: int = 0, *, classes: bool, table: bool = False) -> Pooled:
+    """Return the statistics over all sites from the sums of their numbers; the values follow the features.
 
     The arithmetic is exact, so no digits are lost to cancellation, even if a mean is far larger than the deviation.
 
@@ -110,11 +117,11 @@ def pooled(sums: Sequence[int], features: int, *, classes: bool, table: bool = F
     if not count:
         raise SettingsError("the statistics of the sites cover no rows: a site has sent wrong numbers")
     mean, squares, start = [], [], 2
-    counts: Sequence[int] = (count,) * features
+    present: Sequence[int] = (count,) * features
     if table:
-        end = 2 + features * (SUM_WORDS + SQUARE_WORDS)
-        counts = sums[end : end + features]
-    for n in counts:
+        end = 2 + (features + values) * (SUM_WORDS + SQUARE_WORDS)
+        present = sums[end : end + features]
+    for n in (*present, *(count,) * values):
         sum_end, end = start + SUM_WORDS, start + SUM_WORDS + SQUARE_WORDS
         total = Fraction(_signed(sums[start:sum_end]), 2**SCALE_BITS)
         total_squares = Fraction(_signed(sums[sum_end:end]), 2 ** (2 * SCALE_BITS))
@@ -122,12 +129,12 @@ def pooled(sums: Sequence[int], features: int, *, classes: bool, table: bool = F
         squares.append(float(max(Fraction(0), total_squares - total * total / max(1, n))))
         start = end
     names = _names_in(sums[start + features * table :]) if classes or table else {}
-    result = Pooled(sites, names, count if features else 0, np.array(mean), np.array(squares))
+    result = Pooled(sites, names, count if mean else 0, np.array(mean), np.array(squares))
     if not table:
         return result
     classes_only = {name: number for name, number in names.items() if not name.startswith(_FACT)}
-    facts = _facts_in(names.keys() - classes_only.keys(), counts)
-    return replace(result, classes=classes_only, facts=[facts], present=np.array(counts, np.float64))
+    facts = _facts_in(names.keys() - classes_only.keys(), present)
+    return replace(result, classes=classes_only, facts=[facts], present=np.array(present, np.float64))
 
 
 def _words(number: int, words: int) -> list[int]:

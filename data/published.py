@@ -3,6 +3,8 @@
 import string
 from dataclasses import dataclass
 
+from posy.metrics import CLASSES, VALUES
+
 FLAMBY = "flamby"
 """The value of `protocol` for the preparation of FLamby's Fed-Heart-Disease."""
 CIFAR20 = {
@@ -51,6 +53,7 @@ class Published:
     clients: int = 0  # number of natural groups, which are the clients by default; 0: it has no clients
     categories: str = ""  # columns of categories that are written as numbers
     features: bool = False  # whether its samples are rows of features
+    target: str = CLASSES  # a target in posy.metrics
     where: str = ""  # files needed in the data directory; empty: an .npz file or torchvision's folder
 
     @property
@@ -85,6 +88,14 @@ DATASETS = {
         clients=4,
         categories="cp,restecg,slope,thal",
         features=True,
+    ),
+    "diabetes": Published(
+        "442 patients, 10 features, 1 value: progression of diabetes in a year (Efron et al., 2004)",
+        reader="read_diabetes",
+        where="nothing: comes with scikit-learn",
+        has_test_set=False,
+        features=True,
+        target=VALUES,
     ),
     "mnist": Published("70,000 grey 28x28 digits", DIGITS, (28, 28, 1), torchvision=("MNIST", "MNIST/raw")),
     "fmnist": Published(

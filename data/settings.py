@@ -6,11 +6,15 @@ from pathlib import Path
 
 from posy.data.published import DATASETS, FLAMBY, Published
 from posy.data.readers.pfllib import is_pfllib
+from posy.data.task import CLASSIFICATION, MULTI_LABEL, REGRESSION, TARGETS
+from posy.metrics import CLASSES
 from posy.paths import absolute, exists, expanded
 from posy.settings import SettingsError, setting
 
 SITES = "sites"
 """The value of `dataset` for a run whose nodes hold their own data."""
+BY_CLASS = ("dirichlet", "classes", "pathological", "shards")
+"""Partitions that assign samples by their classes."""
 WITHOUT_TEST_SET = " | ".join(name for name, published in DATASETS.items() if not published.has_test_set)
 """The published data sets that never come with a test set, in the format of a setting's condition."""
 
@@ -34,6 +38,12 @@ class DataSettings:
         choices=("", FLAMBY),
         needs="dataset = heart-disease",
     )
+    task: str = setting(
+        "auto",
+        "target of the predictions; `classification`: one of several classes; `multi-label`: any subset of K labels, "
+        "each 0 or 1; `regression`: K values; `auto`: the task of the published data set, else classification",
+        choices=("auto", CLASSIFICATION, MULTI_LABEL, REGRESSION),
+    )
     data_dir: str = setting(
         "datasets", "directory that holds the data sets", place=True, resumable=True, affects_results=False
     )
@@ -46,7 +56,8 @@ class DataSettings:
     label_column: str = setting(
         "",
         "tables: name of the column that contains the classes, or a rule such as `num > 0` for the classes 1 and 0; "
-        "empty: `label`, else the last column",
+        "with `task` multi-label or regression, the names of one or several columns, separated by commas, or a JSON "
+        "list; empty: `label`, else the last column",
         synonyms=("target-column",),
         samples="table",
     )
@@ -102,7 +113,7 @@ class DataSettings:
     partition: str = setting(
         "dirichlet",
         "assignment of samples to clients; `natural`: each client gets one of the M largest groups; `given`: the "
-        "partition of a PFLlib directory",
+        "partition of a PFLlib directory; without classes, the default is `iid`",
         choices=("dirichlet", "iid", "classes", "pathological", "shards", "natural", "file", "given"),
         needs="dataset != sites",
     )
@@ -260,19 +271,21 @@ class DataSettings:
     )
     sample_kind: str = setting(
         "auto",
-        "sites: kind of the samples; `image`: whole-number pixels; `tokens`: word indices; `auto`: the kind "
-        "that most sites have",
-        choices=("auto", "image", "image-float", "features", "text", "tokens"),
-        needs="dataset = sites",
+        "kind of the samples; `image`: whole-number pixels; `series`: time series (N, T, F) of T steps and F channels; "
+        "`tokens`: word indices; `auto`: derived from the shape and the numbers, with sites the kind that most of them "
+        "have",
+        choices=("auto", "image", "image-float", "features", "series", "text", "tokens"),
     )
     input_shape: str = setting(
         "",
-        "sites: shape of a sample, as in 3x64x64 (channels, height, width), 20 or 200; empty: the most common shape",
+        "sites: shape of a sample, as in 3x64x64 (channels, height, width), 48x6 (time steps, channels), 20 "
+        "or 200; empty: the most common shape",
         needs="dataset = sites",
     )
     classes: str = setting(
         "",
-        "sites: names of the classes, separated by commas, or a JSON list; empty: the classes of all sites, sorted",
+        "sites: names of the classes, labels or values, separated by commas, or a JSON list; empty: the names at all "
+        "sites, sorted",
         needs="dataset = sites",
     )
     vocabulary: int = setting(
@@ -295,6 +308,16 @@ class DataSettings:
         "deviation over all sites",
         needs="dataset = sites",
     )
+    target_mean: str = setting(
+        "",
+        "sites, regression: mean that is subtracted from each value, as feature-mean; empty: the mean over all sites",
+        needs="dataset = sites and task = regression",
+    )
+    target_std: str = setting(
+        "",
+        "sites, regression: divisor for each value, as feature-std; empty: the standard deviation over all sites",
+        needs="dataset = sites and task = regression",
+    )
     feature_names: str = setting(
         "",
         "sites: names of the features in order, separated by commas, or a JSON list; empty: the sites' column names",
@@ -314,6 +337,13 @@ class DataSettings:
         """Check that there are at least two folds."""
         if self.folds == 1:
             raise SettingsError("folds = 1: set at least 2 folds, or 0 for one test split")
+
+    @property
+    def target(self) -> str:
+        """The target in :mod:`posy.metrics`: of the setting ``task``, of the published data set, or classes."""
+        if self.task in TARGETS:
+            return TARGETS[self.task]
+        return DATASETS[self.dataset].target if self.dataset in DATASETS else CLASSES
 
 
 def path_of(name: str, data_dir: str | Path) -> Path:
@@ -339,6 +369,8 @@ def located(settings: DataSettings) -> DataSettings:
     The name of a published data set stays unchanged. So does a path that does not exist on this machine, because it may
     exist on the nodes.
     """
+    if settings.target != CLASSES and settings.partition == DataSettings.partition:
+        settings = replace(settings, partition="iid")
     if published := DATASETS.get(settings.dataset):
         return _with_clients(settings, published)
     if settings.dataset == SITES:

@@ -20,6 +20,7 @@ from posy.data.agreement import (
     difference,
     open_encoder,
     open_statistics,
+    open_values,
     shape_in,
     statistics_in,
     task_of,
@@ -35,10 +36,11 @@ from posy.data.pooled import numbers_of
 from posy.data.readers.own import has_columns, read_own
 from posy.data.settings import SITES, DataSettings
 from posy.data.splits import Strata, split, split_folds
-from posy.data.task import TASK_KINDS
+from posy.data.task import STANDARDISED, TASK_KINDS
 from posy.data.text import MAX_LENGTH, hashed
 from posy.data.transforms import shape_text
-from posy.data.values import as_features, check_reach, moments
+from posy.data.values import as_features, channel_moments, check_reach, moments
+from posy.metrics import CLASSES, VALUES
 from posy.paths import exists
 
 
@@ -86,8 +88,12 @@ def describe_site(content: Content, settings: DataSettings, policy: Policy, *, m
         else:
             count, (mean, squares) = len(rows), statistics
     elif open_statistics(settings, content.kind) and not masked:
-        count, (mean, squares) = len(rows), moments(content.x, rows)
+        count, (mean, squares) = len(rows), channel_moments(content.x, rows)
     classes, rare = _frequent_classes(content, rows, policy)
+    value_mean, value_squares = np.empty(0), np.empty(0)
+    if open_values(settings) and not masked:
+        y = _targets_in_run(content, names_in("classes", settings.classes)) if settings.classes else content.labels
+        count, (value_mean, value_squares) = len(rows), moments(y, rows)
     return Description(
         kind=content.kind,
         shape=_shape(content, settings),
@@ -100,6 +106,8 @@ def describe_site(content: Content, settings: DataSettings, policy: Policy, *, m
         table=table,
         warnings=(*content.notes, *(() if settings.classes else rare)),
         skipped=len(content.unreadable),
+        value_mean=value_mean,
+        value_squares=value_squares,
     )
 
 
@@ -120,7 +128,10 @@ def site_numbers(content: Content, settings: DataSettings, policy: Policy) -> li
     if open_encoder(settings, content.kind):
         table, mean, squares = table_facts(*_in_columns(content, settings), rows, policy.min_rows)
     elif open_statistics(settings, content.kind):
-        mean, squares = moments(_in_columns(content, settings)[0], rows)
+        mean, squares = channel_moments(_in_columns(content, settings)[0], rows)
+    if open_values(settings):
+        values = moments(_targets_in_run(content, names_in("classes", settings.classes)), rows)
+        mean, squares = (np.concatenate(pair) for pair in zip((mean, squares), values, strict=True))
     classes, _ = _frequent_classes(content, rows, policy)
     return numbers_of(None if settings.classes else classes, len(rows), mean, squares, table)
 
@@ -146,20 +157,26 @@ def load_site(content: Content, settings: DataSettings, policy: Policy) -> tuple
         raise DataError(
             f"{path}: token {x.max()}; the run's vocabulary allows 0 to {task.vocabulary - 1}", "other-shape"
         )
-    elif kind == "features":
+    elif task.kind in STANDARDISED:
         x = _encoded(content, settings)
-        scale = statistics_in(settings, task.input_shape[0])
-    y = _numbers_in_run(content, task.class_names)
+        scale = statistics_in(settings, task.input_shape[-1])
+    has_classes = task.target == CLASSES
+    y = _numbers_in_run(content, task.class_names) if has_classes else _targets_in_run(content, task.class_names)
     part, split_notes = _partition(content, settings, policy)
     columns, notes = content.columns, (*content.notes, *split_notes)
     if scale is not None:
-        columns = encoder.names if encoder else columns_in(settings, task.input_shape[0]) or columns
+        named = columns_in(settings, task.input_shape[0]) if kind == "features" else ()
+        columns = encoder.names if encoder else named or columns
         rows = np.concatenate([part.train[0], part.test[0], part.validation[0]])
         _check_scale(x, rows, *scale, str(path), columns)
         notes = (*notes, *_far_notes(x, part.train[0], *scale, columns, policy.min_rows))
+    if task.target == VALUES:
+        rows = np.concatenate([part.train[0], part.test[0], part.validation[0]])
+        _check_scale(y, rows, np.array(task.value_mean), np.array(task.value_std), str(path), task.class_names)
     attributes: dict[str, Any] = {"columns": columns, "notes": notes, "skipped": len(content.unreadable)}
     attributes["encoder"] = encoder
     attributes["order_seed"] = _seed(content, "order")
+    attributes["target"] = (task.target, task.value_mean, task.value_std)
     return make_dataset(SITES, kind, x, y, task.class_names, task.vocabulary, scale, **attributes), part
 
 
@@ -199,7 +216,8 @@ def site_split(content: Content, settings: DataSettings, policy: Policy) -> tupl
 
 def _strata(content: Content, policy: Policy) -> Strata:
     """Return the classes and the groups that a site's splits respect."""
-    return Strata(content.distinct[0] if policy.stratify else None, content.split_groups)
+    is_stratified = policy.stratify and content.target == CLASSES
+    return Strata(content.distinct[0] if is_stratified else None, content.split_groups)
 
 
 def _seed(content: Content, purpose: str) -> int:
@@ -209,10 +227,9 @@ def _seed(content: Content, purpose: str) -> int:
 
 def _columns(settings: DataSettings, policy: Policy) -> Columns:
     """Return the columns named in the settings, or else the columns named in the policy."""
-    columns = Columns.of(settings)
-    label, inputs = columns.label or policy.label, columns.inputs or policy.allowed_columns
-    split_column = label_name(policy.split_column)
-    return replace(columns, label=label, inputs=inputs, split=split_column, offered=policy.allowed_columns)
+    columns = Columns.of(settings, policy.label)
+    inputs, split_column = columns.inputs or policy.allowed_columns, label_name(policy.split_column)
+    return replace(columns, inputs=inputs, split=split_column, offered=policy.allowed_columns)
 
 
 def _check_scale(
@@ -223,7 +240,7 @@ def _check_scale(
     The bound |x_i - m| <= |mean(x) - m| + sqrt(N) std(x) uses only statistics over the N rows in the run's splits.
     A run therefore cannot find an extreme value by trying out different statistics.
     """
-    centre, squares = moments(x, rows)
+    centre, squares = moments(x[rows].reshape(-1, x.shape[-1]))
     spread = np.sqrt(squares)
     words = "may exceed", "correct feature-mean or feature-std"
     check_reach(centre - spread, centre + spread, mean, std, where, columns, words)
@@ -240,6 +257,8 @@ def _check_rows(content: Content, count: int, policy: Policy) -> None:
 
 def _frequent_classes(content: Content, rows: np.ndarray, policy: Policy) -> tuple[tuple[str, ...], list[Note]]:
     """Return the labels that occur in at least ``min_rows`` of the rows, and a note if the site has other labels."""
+    if content.target != CLASSES:
+        return content.class_names, []
     y, names = content.distinct
     counts = np.bincount(y[rows], minlength=len(names))
     frequent = tuple(name for name, count in zip(names, counts, strict=True) if count >= policy.min_rows)
@@ -256,7 +275,7 @@ def _far_notes(
     x: np.ndarray, train: np.ndarray, mean: np.ndarray, std: np.ndarray, columns: tuple[str, ...], min_rows: int
 ) -> list[Note]:
     """Return a note for each feature whose mean at this site is far from the run's, which may indicate other units."""
-    distances = np.abs(moments(x, train)[0] - mean) / std
+    distances = np.abs(channel_moments(x, train)[0] - mean) / std
     notes = []
     for feature in np.flatnonzero(distances > UNLIKE_MEAN)[:MAX_UNLIKE]:
         start = f"feature {columns[feature] if columns else feature}: the mean of this site is "
@@ -272,6 +291,11 @@ def check_suits(content: Content, settings: DataSettings) -> None:
         raise DataError(
             f"{content.path}: {content.kind} samples; the run's sample-kind is {settings.sample_kind}",
             "other-kind",
+        )
+    if content.target != settings.target:
+        raise DataError(
+            f"{content.path}: its labels are {content.target}; the task of the run needs {settings.target}",
+            "wrong-target",
         )
     if content.columns and settings.feature_names:
         names = names_in("feature-names", settings.feature_names)
@@ -342,11 +366,23 @@ def _numbers_in_run(content: Content, names: tuple[str, ...]) -> np.ndarray:
     return renumbered(y, site_names, names)
 
 
+def _targets_in_run(content: Content, names: tuple[str, ...]) -> np.ndarray:
+    """Return a site's labels or values ``(N, C)`` in the order of the run's names."""
+    if mismatch := difference(content.class_names, names):
+        raise DataError(
+            f"{content.path}: its labels or values differ from the names of the run ({mismatch})", "other-classes"
+        )
+    y: np.ndarray = content.labels[:, [content.class_names.index(name) for name in names]]
+    return y
+
+
 def _in_columns(content: Content, settings: DataSettings) -> tuple[np.ndarray, Categories]:
     """Return a site's features and their categories in the run's column order."""
-    encoder = encoder_in(settings.encoder)
-    names = encoder.inputs if encoder else columns_in(settings, content.x.shape[1])
     x: np.ndarray = content.x
+    if x.ndim > 2:
+        return x, ()
+    encoder = encoder_in(settings.encoder)
+    names = encoder.inputs if encoder else columns_in(settings, x.shape[1])
     if not names or content.columns in ((), names):
         return x, content.categories
     order = [content.columns.index(name) for name in names]

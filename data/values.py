@@ -121,6 +121,17 @@ def moments(x: np.ndarray, rows: np.ndarray | None = None) -> tuple[np.ndarray, 
     return mean, squares
 
 
+def channel_moments(x: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the results of :func:`moments` for some rows of features ``(N, F)`` or of time series ``(N, T, F)``.
+
+    The sum of a channel's squared deviations is divided by T, so that sums over samples have the same meaning for both.
+    """
+    if x.ndim == 2:
+        return moments(x, rows)
+    mean, squares = moments(x[rows].reshape(-1, x.shape[2]))
+    return mean, squares / x.shape[1]
+
+
 def deviation(mean: np.ndarray, variance: np.ndarray) -> np.ndarray:
     """Return the standard deviation of each feature, or 1 if the feature is constant up to rounding."""
     std = np.sqrt(variance)
@@ -128,8 +139,9 @@ def deviation(mean: np.ndarray, variance: np.ndarray) -> np.ndarray:
 
 
 def check_scaled(x: np.ndarray, mean: np.ndarray, std: np.ndarray, where: str, names: Sequence[str] = ()) -> None:
-    """Raise :class:`DataError` if a feature in ``(N, F)`` exceeds the range of float32 when standardised."""
-    check_reach(x.min(0), x.max(0), mean, std, where, names, ("exceeds", "remove its extreme values"))
+    """Raise :class:`DataError` if a feature ``(N, F)`` or channel ``(N, T, F)`` leaves float32 when standardised."""
+    axes = tuple(range(x.ndim - 1))
+    check_reach(x.min(axes), x.max(axes), mean, std, where, names, ("exceeds", "remove its extreme values"))
 
 
 def check_reach(

@@ -24,6 +24,7 @@ from posy.commands.launch import toml
 from posy.commands.papers.page import count_words, verdicts
 from posy.data.policy import Policy
 from posy.data.published import describe
+from posy.data.task import CLASSIFICATION, TARGETS
 from posy.metrics import METRICS
 from posy.models.catalogue import MODELS
 from posy.settings import MOST, settings_of
@@ -79,11 +80,18 @@ def methods() -> str:
     for method, row in zip(METHODS, rows, strict=True):
         if card_of(method):
             row[1] = f"[{row[1]}](methods/{method}.md)"
+        row.append(", ".join(supported_tasks(settings_class(method))))
+    columns.append("tasks")
     return (
         f"{table(columns, rows)}\n\nA method's page states its equations, messages, state, settings with their "
         "sources, and deviations from the paper.\n[Checks against published programs](methods/README.md) lists the "
         "programs and the largest differences."
     )
+
+
+def supported_tasks(cls: type[MethodSettings]) -> list[str]:
+    """Return the values of the setting ``task`` that a method supports."""
+    return [CLASSIFICATION] if cls.needs_classes else list(TARGETS)
 
 
 def overview() -> str:
@@ -283,6 +291,8 @@ def own_settings(method: str, cls: type[MethodSettings]) -> str:
 def refused(cls: type[MethodSettings]) -> str:
     """Return a table of the shared settings that a method does not support, with the reasons."""
     reasons = dict(cls().refusals())
+    if cls.needs_classes:
+        reasons |= {f"task={task}": cls.needs_classes for task in TARGETS if task not in supported_tasks(cls)}
     refused_features: dict[str, Refused | None] = {f"dp={mode}": cls.refused_privacy(mode) for mode in MODES}
     refused_features |= {"secure-aggregation": cls.sums, "robust": cls.robust}
     for key, verdict in refused_features.items():

@@ -50,6 +50,8 @@ def resolve(name: str, task: Task) -> str:
     if name == "auto":
         if task.kind == "text":
             return "fasttext"
+        if task.kind == "series":
+            return "gru"
         return "cnn" if task.kind == "image" and min(task.input_shape[1:]) >= 20 else "mlp"
     if is_custom(name):
         return name

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from posy.data.task import Task
+from posy.metrics import CLASSES
 
 if TYPE_CHECKING:
     from posy.models.chain import ChainModel
@@ -19,15 +20,15 @@ class Network:
     """A network whose builder, ``module:function``, takes the task and the ranks of fully connected layers."""
 
     about: str
-    kinds: tuple[str, ...]  # kinds of samples that the network accepts: image, features, text
+    kinds: tuple[str, ...]  # kinds of samples that the network accepts: image, features, series, text
     builder: str
-    minimum_size: int = 1  # minimum height and width of images, or length of texts and features
+    minimum_size: int = 1  # minimum height and width of images, or length of texts, features and time series
     num_classes: int = 0  # the only number of classes; 0: any
 
     def suits(self, task: Task) -> bool:
         """Return whether the network can be built for a task."""
-        sizes = task.input_shape[1:] if task.kind == "image" else task.input_shape
-        if self.num_classes not in (0, task.num_classes):
+        sizes = task.input_shape[1:] if task.kind == "image" else task.input_shape[:1]
+        if self.num_classes and (task.target != CLASSES or task.num_classes != self.num_classes):
             return False
         return task.kind in self.kinds and min(sizes) >= self.minimum_size
 
@@ -39,14 +40,14 @@ class Network:
 PRETRAINED = "torchvision"
 """The value of the setting ``weights`` that selects torchvision's weights."""
 MODELS = {
-    "linear": Network("linear classifier of the flattened input", ("image", "features"), "small:linear_model"),
+    "linear": Network("linear model of the flattened input", ("image", "features", "series"), "small:linear_model"),
     "logistic": Network(
         "logistic regression with a single logit, for two classes (FLamby's Fed-Heart-Disease)",
         ("image", "features"),
         "small:logistic_model",
         num_classes=2,
     ),
-    "mlp": Network("perceptron with hidden layers of 128 and 64 units", ("image", "features"), "small:mlp"),
+    "mlp": Network("perceptron with hidden layers of 128 and 64 units", ("image", "features", "series"), "small:mlp"),
     "cnn": Network(
         "two 5x5 convolutions of 32 and 64 channels, 512 units (FedAvg, cwFedAvg, FedFew)", ("image",), "small:cnn", 16
     ),
@@ -74,5 +75,13 @@ MODELS = {
     "textcnn": Network("TextCNN (Kim, 2014; FedFew)", ("text",), "text:textcnn", 5),
     "lstm": Network(
         "word vectors of 300 numbers, an LSTM of 128 units, 64 and 32 units (PPFE for Sent140)", ("text",), "text:lstm"
+    ),
+    "gru": Network(
+        "a GRU of 64 units (Cho et al., 2014) and a fully connected layer of 32 units", ("series",), "series:gru"
+    ),
+    "cnn1d": Network(
+        "two convolutions over time of 32 and 64 channels, and a fully connected layer of 64 units",
+        ("series",),
+        "series:cnn1d",
     ),
 }

@@ -15,7 +15,7 @@ KERNEL = 5
 
 
 def linear_model(task: Task, ranks: Mapping[str, int]) -> ChainModel:
-    """Return a linear classifier of the flattened input: no blocks, only a head."""
+    """Return a linear model of the flattened input: no blocks, only a head."""
     return ChainModel({}, linear(math.prod(task.input_shape), task.num_classes, ranks.get("head")))
 
 

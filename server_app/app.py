@@ -19,6 +19,7 @@ from posy.client_app.workspace import Workspace, workspace_for
 from posy.data.errors import DataError
 from posy.data.settings import SITES
 from posy.flower import ErrorsOnOneLine, in_simulation
+from posy.metrics import VALUES
 from posy.server_app.checkpoints import resumption
 from posy.server_app.delivery import PollingGrid
 from posy.server_app.federation import Federation
@@ -221,7 +222,8 @@ def checked_workspace(settings: Settings, *, in_this_process: bool) -> Workspace
         _ = workspace.partition
     task = workspace.task
     metric = metric_of(settings.run, task.target, task.num_classes)
-    if settings.run.secure_aggregation and metric.name != "accuracy" and task.num_classes > MOST_BINNED:
+    is_binned = settings.run.secure_aggregation and metric.name != "accuracy" and task.target != VALUES
+    if is_binned and task.num_classes > MOST_BINNED:
         raise SettingsError(
             f"metric = {settings.run.metric!r} with secure-aggregation = true: masked sums contain it for at most "
             f"{MOST_BINNED} classes, and the task has {task.num_classes}; set metric = 'accuracy'"

@@ -7,7 +7,7 @@ from flwr.common.logger import log
 
 from posy import figures
 from posy.client_app.workspace import Workspace
-from posy.metrics import column_of
+from posy.metrics import CLASSES, LABELS, column_of
 from posy.server_app.federation import Federation
 from posy.server_app.results import RunDirectory
 from posy.server_app.system import SystemAccuracy
@@ -50,17 +50,21 @@ class Pictures:
         return time.perf_counter() - self._drawn > DRAW_SECONDS
 
     def draw_partition(self) -> None:
-        """Write and plot each client's number of samples per class, and pass the training counts to the strategy."""
-        task = self.workspace.task
+        """Write and plot each client's number of samples per class or label, and pass the strategy its class counts."""
+        task, counts, names = self.workspace.task, None, self.workspace.task.class_names
         if self.workspace.of_sites:
             counts = self.strategy.class_counts = self.federation.class_counts()
-        else:
+        elif task.target == CLASSES:
             labels = self.workspace.dataset.y, task.num_classes
             counts = self.workspace.partition.counts(*labels)
             self.strategy.class_counts = self.workspace.partition.train_counts(*labels)
+        elif task.target == LABELS:
+            counts = self.workspace.partition.label_counts(self.workspace.dataset.y)
+        else:
+            counts, names = self.workspace.partition.sizes(), ("samples",)
         if counts is not None:
-            self.directory.write_partition(counts, task.class_names)
-            figures.partition(counts, self.directory.figures / "partition.png", class_names=task.class_names)
+            self.directory.write_partition(counts, names)
+            figures.partition(counts, self.directory.figures / "partition.png", class_names=names)
 
     def draw(self, totals: Totals, system: SystemAccuracy | None = None, *, final: bool = False) -> None:
         """Draw the figures; if an error occurs, log a warning, and let the run continue.

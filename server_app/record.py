@@ -12,6 +12,7 @@ import torch
 from flwr.common.logger import log
 
 from posy.client_app.stored import ClientModel, Prediction
+from posy.metrics import CLASSES
 from posy.paths import absolute
 from posy.server_app.resume import CONFIG, read_summary
 from posy.server_app.system import routing_scores
@@ -167,6 +168,8 @@ class Record:
         """
         queries, members = list(samples), self._members()
         first = self.predictor(members[0])
+        if first.preprocessing.task.target != CLASSES:
+            raise SettingsError(f"{self.path}: its clients predict no classes, so they cannot vote on a sample")
         if first.settings.data.scaling == "client" and first.settings.method.routes:
             raise SettingsError(
                 f"{self.path}: its clients standardise features differently (scaling = client), so the routing network "

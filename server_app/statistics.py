@@ -10,7 +10,8 @@ import numpy.typing as npt
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.common.logger import log
 
-from posy.data.agreement import open_encoder, open_statistics
+from posy.data.agreement import open_encoder, open_values, statistics_count
+from posy.data.columns import names_in
 from posy.data.pooled import Pooled, count_of, pooled
 from posy.flower import failure, record_in
 from posy.server_app.grids import WaveGrid
@@ -44,9 +45,10 @@ def pooled_statistics(grid: WaveGrid, settings: Settings, nodes: Mapping[int, in
         If too few sites answer, or their sum cannot be unmasked.
     """
     sites = SiteQueries(grid, nodes, names, settings.run.timeout)
-    features = int(settings.data.input_shape) if open_statistics(settings.data, settings.data.sample_kind) else 0
-    table = open_encoder(settings.data, settings.data.sample_kind)
-    numbers = count_of(features, classes=not settings.data.classes, table=table)
+    values = len(names_in("classes", settings.data.classes)) if open_values(settings.data) else 0
+    features = statistics_count(settings.data)
+    parts = {"classes": not settings.data.classes, "table": open_encoder(settings.data, settings.data.sample_kind)}
+    numbers = count_of(features, values, **parts)
     secure = SecureRound(ROUND, settings.run, dict.fromkeys(nodes, 1), sites.ask, sites.drop)
     message = {"settings": settings.to_json(), "server-round": 0}
     requests = {client: {**message, **entries} for client, entries in secure.opened().items()}
@@ -59,9 +61,9 @@ def pooled_statistics(grid: WaveGrid, settings: Settings, nodes: Mapping[int, in
     if total is None:
         raise SettingsError(
             f"secure-aggregation = true: the sites could not add their statistics: {secure.refusal or 'no answer'}; "
-            "start the run again, or set classes, feature-mean and feature-std"
+            "start the run again, or set classes, feature-mean and feature-std, and target-mean and target-std"
         )
-    return pooled(total[1], features, classes=not settings.data.classes, table=table)
+    return pooled(total[1], features, values, **parts)
 
 
 class SiteQueries:

@@ -152,4 +152,4 @@ def stored_probabilities(
     for member in predictor.members:
         work = Forward(member.parameters.to(workspace.device))
         outputs.append(workspace.trainer.forward(work, workspace.network(member.architecture), Samples(x, y)))
-    return predictor.log_probabilities(outputs).exp()
+    return predictor.combine(outputs).exp()

@@ -33,6 +33,8 @@ class CwFedAvgSettings(
 ):
     """Settings of cwFedAvg."""
 
+    needs_classes = "its server aggregates a model for each class, weighted by the clients' class distributions"
+
     sent = ("model", "classwise")
     returned = reply(
         model=model(shape=("parameters",), noise=NOISY, sums=SINGLE_REPLIES),

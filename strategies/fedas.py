@@ -27,6 +27,8 @@ class FedASSettings(
 ):
     """Settings of FedAS."""
 
+    needs_classes = "its clients align their features to class means"
+
     returned = reply(
         model=model(noise=True, sums=SINGLE_REPLIES),
         fisher=numbers(

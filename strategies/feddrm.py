@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 class FedDRMSettings(MethodSettings, robust=True, point="served"):
     """Settings of FedDRM."""
 
+    needs_classes = "its density ratio model describes how the clients' samples differ within classes"
+
     class_weight: float = setting(
         0.8,
         "lambda: weight of the class loss; the client loss has weight 1 - lambda",

@@ -29,6 +29,8 @@ class FedNHSettings(
 ):
     """Settings of FedNH."""
 
+    needs_classes = "its head consists of one prototype for each class"
+
     returned = reply(
         model=model(noise=True, sums=True), directions=numbers("classes", "features", noise=True, sums=True)
     )

@@ -37,6 +37,8 @@ class FedPACSettings(
 ):
     """Settings of FedPAC."""
 
+    needs_classes = "its clients align features to class means, and its server combines heads by class statistics"
+
     sent = ("model", "head", "prototypes", "known")
     returned = reply(
         model=model(noise=True, sums=SINGLE_REPLIES),

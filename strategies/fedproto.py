@@ -34,6 +34,8 @@ class FedProtoSettings(
 ):
     """Settings of FedProto."""
 
+    needs_classes = "its clients send prototypes, the mean features of each class"
+
     sent = ("prototypes", "known")
     returned = reply(
         prototypes=numbers(change_of="prototypes", limited=True, noise=True, sums=SINGLE_REPLIES),

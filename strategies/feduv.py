@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 class FedUVSettings(MethodSettings, robust=True, point="served"):
     """Settings of FedUV."""
 
+    needs_classes = "its variance term needs the probabilities of classes"
+
     variance: float = setting(
         2.5,
         "weight of the classifier's variance term (lambda in the authors' program, mu in cwFedAvg's Table 5)",

@@ -33,6 +33,8 @@ class PFedFDASettings(
 ):
     """Settings of pFedFDA."""
 
+    needs_classes = "its classifier is a Gaussian model of the features of each class"
+
     sent = ("model", "means", "covariance")
     returned = reply(
         model=model(noise=True, sums=True),

@@ -186,6 +186,11 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
             "Algorithm 1, line 21, uses the coefficient of the new stage before it is computed. In Posy, the new model "
             "enters the ensemble with a coefficient that is computed from this model's error alone.",
             "ε is clipped to [1e-6, 1 − 1e-6], so that β is finite.",
+            "The paper classifies. As an extension, Posy boosts other tasks with the same formulas. A label counts as "
+            "a binary class, and `zero-one` is a sample's share of wrong labels (Hamming loss). For values, ℓ is the "
+            "absolute error divided by its maximum, so ε and the weights follow AdaBoost.R2 (Drucker, 1997) with half "
+            "of its exponent. The ensemble is the mean of the values, weighted by β as in Eq. 8, where R2 takes a "
+            "weighted median. A stage with ε > ½ has no weight.",
             "With `class-weights=balanced` ω starts at the class weights instead of 1. The paper has no class weights.",
             "A client that misses the end of a stage closes it at its next message, with the personal layers of its "
             "last training. A client that loses its state closes all finished stages again, with untrained personal "

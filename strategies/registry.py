@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from posy.data.published import DATASETS
-from posy.data.settings import SITES, DataSettings, located
+from posy.data.settings import BY_CLASS, SITES, DataSettings, located
+from posy.data.task import TITLES
 from posy.extensions import is_custom, key_prefix
 from posy.extensions import located as located_own
+from posy.metrics import CLASSES
 from posy.models.catalogue import MODELS
 from posy.paths import absolute, is_file
 from posy.settings import (
@@ -32,7 +34,7 @@ from posy.settings import (
 )
 from posy.strategies.client_settings import inlined
 from posy.strategies.methods import METHODS, check_method, settings_class
-from posy.strategies.run_settings import RunSettings, TrainSettings, identified
+from posy.strategies.run_settings import AUTO, RunSettings, TrainSettings, identified
 from posy.strategies.settings import Settings
 from posy.yaml12 import parse, read_yaml
 
@@ -143,6 +145,11 @@ def _read(user_settings: Mapping[str, Any], where: str, stored: Mapping[str, Any
             values[key] = located_own(custom)
     values["client-settings"] = inlined(str(values.get("client-settings", "")))
     settings = _built(values)
+    if settings.data.target != CLASSES and values.get("partition") in BY_CLASS:
+        raise SettingsError(
+            f"partition = {quoted(values['partition'])} assigns samples by class, but task = "
+            f"{TITLES[settings.data.target]!r} has no classes; set partition = 'iid', 'natural' or 'file'"
+        )
     check_own(user_settings, settings.run.method, where)
     check_effect(user_settings, settings.as_config(), where)
     check_limits(user_settings, settings.as_config(), where)
@@ -497,6 +504,8 @@ def current_keys(stored: Mapping[str, Any]) -> dict[str, Any]:
         if old_key in current and key not in current:
             current[key] = values[current[old_key]]
         current.pop(old_key, None)
+    if current.get("loss") == "cross-entropy":  # the default of earlier versions
+        current["loss"] = AUTO
     return {key: value for key, value in current.items() if key not in REMOVED}
 
 

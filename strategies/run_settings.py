@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from posy.metrics import DEFAULTS, METRICS, Metric, metrics_for
+from posy.metrics import CLASSES, DEFAULTS, LABELS, METRICS, VALUES, Metric, metrics_for
 from posy.models.catalogue import MODELS, PRETRAINED
 from posy.paths import found_at, sha256_of
 from posy.settings import Search, SettingsError, setting
@@ -19,6 +19,10 @@ UNIFORM = "uniform"
 """The value of ``client-weights`` that gives all clients the same weight."""
 WITHHELD = "withheld"
 """The value of ``dp-scores`` that keeps clients from sending scores."""
+
+
+LOSSES = {CLASSES: ("cross-entropy",), LABELS: ("bce",), VALUES: ("mse", "mae", "huber")}
+"""The values of ``loss`` for each target; ``auto`` selects the first."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +92,20 @@ class TrainSettings:
     )
     lr_step: int = setting(10, "rounds between two steps of the step schedule", needs="lr-schedule = step", minimum=1)
     loss: str = setting(
-        "cross-entropy",
-        "per-sample loss that local training minimises; a custom loss is a function that takes logits (B, C) and "
-        "labels (B,) and returns losses (B,)",
-        choices=("cross-entropy",),
+        AUTO,
+        "per-sample loss that local training minimises; classes: `cross-entropy`; labels: `bce`; values, in standard "
+        "deviations: `mse`, `mae` or `huber`; `auto`: the first of the task's losses; a custom loss is a function that "
+        "takes outputs (B, C) and targets, (B,) classes or (B, C) labels or values, and returns losses (B,)",
+        choices=(AUTO, *(loss for losses in LOSSES.values() for loss in losses)),
         custom_kind="a loss",
         synonyms=("criterion", "objective"),
+    )
+    huber_delta: float = setting(
+        1.0,
+        "error, in standard deviations, at which the Huber loss becomes linear",
+        needs="loss = huber",
+        above=0,
+        source="PyTorch's default",
     )
     class_weights: str = setting(
         "none",

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 from posy.binned import STEPS, BinnedScores
 from posy.data.task import Task
 from posy.metrics import VALUES, column_of
+from posy.scores import Predictions
 from posy.spread import Spread
 from posy.strategies.replies import LOSS
 from posy.strategies.run_settings import metric_of, positive_class
 from posy.strategies.settings import Settings
+from posy.value_sums import count_of, metrics_of, value_sums
 
 MOST_BINNED = 50
 """Maximum number of classes or labels for which masked sums contain binned scores; their size grows with its square."""
@@ -97,11 +99,24 @@ class ScoreSums:
         """Return the split of a tally."""
         return "train" if key == TRAIN else self.splits[key.removeprefix(key.partition("-")[0])]
 
-    def is_binned(self, key: str) -> bool:
-        """Return whether the tally of a key contains the sums of :class:`~posy.binned.BinnedScores`."""
-        if key == TRAIN or self.task.target == VALUES or self.task.num_classes > MOST_BINNED:
+    def has_sums(self, key: str) -> bool:
+        """Return whether the tally of a key contains the result of :meth:`sums_of`, instead of the accuracy alone."""
+        if key == TRAIN:
+            return False
+        if self.task.target == VALUES:
+            return True
+        if self.task.num_classes > MOST_BINNED:
             return False
         return self.metric != "accuracy" or (self._all_metrics and self.split_of(key) == "test")
+
+    def sums_of(self, predictions: Predictions) -> list[int] | None:
+        """Return sums over the samples from which metrics are computed, or None if they are too large.
+
+        These are :class:`~posy.binned.BinnedScores` for classes and labels, and :mod:`posy.value_sums` for values.
+        """
+        if self.task.target == VALUES:
+            return value_sums(predictions, self.task.value_mean, self.task.value_std)
+        return BinnedScores.of(predictions).numbers
 
     @cached_property
     def count(self) -> int:
@@ -109,7 +124,7 @@ class ScoreSums:
         return sum(len(self._empty(key)) for key in self.keys) + 1
 
     def numbers(
-        self, metrics: Mapping[str, Any], sizes: Mapping[str, int], binned: Mapping[str, BinnedScores]
+        self, metrics: Mapping[str, Any], sizes: Mapping[str, int], sums: Mapping[str, Sequence[int] | None]
     ) -> list[int]:
         """Return a client's numbers for the masked sum.
 
@@ -119,8 +134,8 @@ class ScoreSums:
             The client's scores by key, ``samples``, and after training ``train-loss``. A missing score adds nothing.
         sizes : mapping
             The client's number of samples in each split, keyed by the split's name.
-        binned : mapping
-            The client's binned scores, keyed by tally.
+        sums : mapping
+            The client's results of :meth:`sums_of`, keyed by tally.
 
         Raises
         ------
@@ -131,13 +146,13 @@ class ScoreSums:
         for key in self.keys:
             loss = metrics.get(f"{key}-{LOSS}")
             count = sizes[self.split_of(key)]
-            if loss is None or not count:
+            scores = sums.get(key) if self.has_sums(key) else []
+            if loss is None or not count or scores is None:
                 numbers += self._empty(key)
                 continue
             numbers += [1, count, round(count * float(loss) * STEPS)]
-            if self.is_binned(key):
-                numbers += binned[key].numbers
-            elif key != TRAIN:
+            numbers += scores
+            if key != TRAIN and not self.has_sums(key):
                 numbers.append(round(count * float(metrics.get(f"{key}-accuracy", 0.0))))
         return [*numbers, int(metrics.get("samples", 0))]
 
@@ -145,7 +160,10 @@ class ScoreSums:
         """Return the numbers of a tally without samples."""
         if key == TRAIN:
             return [0] * 3
-        return [0] * (3 + (BinnedScores.count(self.task.num_classes) if self.is_binned(key) else 1))
+        if not self.has_sums(key):
+            return [0] * 4
+        size, is_regression = self.task.num_classes, self.task.target == VALUES
+        return [0] * (3 + (count_of(size) if is_regression else BinnedScores.count(size)))
 
     def tallies(self, numbers: Sequence[int]) -> tuple[dict[str, Tally], int]:
         """Return the tallies by key and the number of processed samples, given the sums of :meth:`numbers`."""
@@ -161,8 +179,10 @@ class ScoreSums:
         """Return the metrics in a tally, keyed by name."""
         if key == TRAIN or not samples:
             return {}
-        if not self.is_binned(key):
-            return {} if self.task.target == VALUES else {"accuracy": numbers[0] / samples}
+        if not self.has_sums(key):
+            return {"accuracy": numbers[0] / samples}
+        if self.task.target == VALUES:
+            return metrics_of(numbers, samples, self.task.value_std)
         run, size = self.settings.run, self.task.num_classes
         positive = positive_class(run, self.task.class_names)
         if max(numbers) >= 1 << 53:  # one client has added impossible numbers, which the mask hides

@@ -9,6 +9,7 @@ from posy.extensions import key_prefix
 from posy.settings import Scalar, SettingsError, as_config, setting, settings_of
 from posy.strategies.arrays import ALLOWED, RETURNED, Answer, Arrays, Refused, Returned, verdict
 from posy.strategies.run_settings import CENTRAL, RunSettings, TrainSettings
+from posy.strategies.targets import check_target
 
 if TYPE_CHECKING:  # reading settings needs no PyTorch
     from collections.abc import Mapping
@@ -66,6 +67,9 @@ class MethodSettings:
     all clients start from one model, and the server uses their models only in the rule."""
     point: ClassVar[str] = "local"
     """The model that clients predict with: ``served``, or ``local`` if a client first trains the served model."""
+
+    needs_classes: ClassVar[str] = ""
+    """Why the method supports only classification; empty if it also supports multi-label tasks and regression."""
 
     pools_data: ClassVar[bool] = False
     """Whether one client trains on the training samples of all clients, which must share a file system."""
@@ -172,6 +176,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Check the settings that depend on settings of another group."""
+        check_target(self.run, self.data, self.train, self.method.needs_classes)
         shared = {**settings_of(RunSettings), **settings_of(DataSettings), **settings_of(TrainSettings)}
         config = {**as_config(self.run), **as_config(self.data), **as_config(self.train)}
         for key, reason in self.method.refusals().items():

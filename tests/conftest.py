@@ -99,17 +99,9 @@ REPRESENTATIVE = {
 GENERAL = {
     f"test_{name}"
     for name in (
-        *(
-            "client_weights",
-            "engine",
-            "fixed_tensors",
-            "hostile_methods",
-            "kept_optimiser",
-            "method_settings",
-            "methods",
-        ),
-        *("newcomers", "own_loss", "poisoning", "predict", "private_training", "properties", "recompute", "resume"),
-        *("run_metrics", "secure_aggregation", "weights"),
+        *("client_weights", "engine", "fixed_tensors", "hostile_methods", "kept_optimiser", "method_settings"),
+        *("methods", "newcomers", "own_loss", "poisoning", "predict", "private_training", "properties", "recompute"),
+        *("resume", "run_metrics", "secure_aggregation", "weights"),
     )
 }
 """Modules that test a general part of Posy with every method."""

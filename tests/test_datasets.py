@@ -53,7 +53,7 @@ def test_error_for_an_unknown_name_suggests_the_nearest():
         load("cifar11")
 
 
-@pytest.mark.parametrize("name", [name for name in DATASETS if name not in ("digits", "heart-disease")])
+@pytest.mark.parametrize("name", [name for name in DATASETS if name not in ("digits", "heart-disease", "diabetes")])
 def test_error_for_missing_data_names_the_expected_file(name, tmp_path):
     with pytest.raises(DataError, match="not found") as error:
         load(name, tmp_path)

@@ -15,6 +15,8 @@ import pytest
 from nodes import NodeGrid
 from sklearn.compose import ColumnTransformer
 from sklearn.impute import SimpleImputer
+from sklearn.linear_model import LinearRegression
+from sklearn.metrics import root_mean_squared_error
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
@@ -469,3 +471,117 @@ def test_check_site_reports_encoded_columns(tmp_path: Path) -> None:
     report = check_site({"data": str(tmp_path / "va.csv")}, settings)
     assert {"cp=4", "thal missing", "chol"} <= {name for name, *_ in report.statistics}
     assert "encoder" in report.facts["agreed on in a run"]
+
+
+# -- values and labels -----------------------------------------------------------------------------------
+
+
+def patients(rows: int, seed: int = 0) -> pd.DataFrame:
+    """Return two values that depend on numbers and categories, some of which are missing."""
+    rng = np.random.default_rng(seed)
+    dose, age = rng.normal(5, 2, rows), rng.integers(20, 90, rows).astype(float)
+    kind, ward = rng.choice(["a", "b", ""], rows, p=[0.4, 0.3, 0.3]), rng.integers(1, 4, rows)
+    days = 100 * dose - age + 50 * (kind == "a") - 30 * (ward == 2) + rng.normal(0, 5, rows)
+    frame = pd.DataFrame({"dose": dose, "kind": kind, "age": age, "ward": ward, "days": days, "cost": 9 - days / 1000})
+    frame.loc[rng.random(rows) < 0.3, "dose"] = np.nan
+    return frame
+
+
+def least_squares(train: pd.DataFrame) -> Any:
+    """Return scikit-learn's linear regression on encoded rows; the imputed constants come from the training rows."""
+    encoded = ColumnTransformer(
+        [
+            ("numbers", SimpleImputer(strategy="mean", add_indicator=True), ["dose", "age"]),
+            ("categories", OneHotEncoder(), ["kind", "ward"]),
+        ],
+        sparse_threshold=0,
+    )
+    return make_pipeline(encoded, LinearRegression()).fit(train, train[["days"]])
+
+
+def test_a_regression_on_categories_and_missing_values_equals_least_squares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full-batch training with all defaults of the splits converges to the solution of scikit-learn."""
+    monkeypatch.chdir(tmp_path)
+    frame = patients(200)
+    frame.drop(columns="cost").to_csv("t.csv", index=False)
+    table = {
+        "dataset": "t.csv",
+        "task": "regression",
+        "label_column": "days",
+        "missing": "impute",
+        "categories": "ward",
+    }
+    record = posy.run(
+        method="fedavg", model="linear", num_clients=1, num_server_rounds=1, local_epochs=400, batch_size=200, lr=0.2,
+        momentum=0.0, weight_decay=0.0, run_name="a", **table,
+    )  # fmt: skip
+    _, part = load_clients(DataSettings(num_clients=1, partition="iid", **table), tmp_path, record.summary["seed"])
+    expected = least_squares(frame.iloc[part.train[0]])
+    test = frame.iloc[part.test[0]]
+    values = expected.predict(test)[:, 0]
+    rows = test[["dose", "kind", "age", "ward"]].astype(object).to_dict("records")
+    predictions = [prediction["days"] for prediction in record.predictor(0).predict_all(rows)]
+    np.testing.assert_allclose(predictions, values, rtol=1e-3, atol=0.1)
+    assert record.clients["served_rmse"].iloc[-1] == pytest.approx(root_mean_squared_error(test["days"], values), 1e-3)
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_sites_encode_the_tables_of_a_regression(masks: bool, tmp_path: Path) -> None:
+    """The encoder and the scales of features and values are those of the training rows of all sites."""
+    (tmp_path / "policy.yaml").write_text("min-rows: 10\nscores: exact\ncode: any\nlabel: days,cost\n")
+    frames, sites = [patients(80, seed) for seed in range(3)], []
+    for number, frame in enumerate(frames):
+        swapped = frame[["cost", *frame.columns[-2::-1]]] if number == 1 else frame
+        swapped.to_csv(path := tmp_path / f"site-{number}.csv", index=False)
+        sites.append({"name": f"site-{number}", "data": str(path), "policy": str(tmp_path / "policy.yaml")})
+    config = {
+        "method": "fedavg", "dataset": "sites", "task": "regression", "label-column": "days,cost", "num-clients": 3,
+        "num-server-rounds": 1, "model": "linear", "device": "cpu", "missing": "impute", "categories": "ward",
+        "output-dir": str(tmp_path / "runs"), "run-name": "a",
+    }  # fmt: skip
+    config |= {"secure-aggregation": True, "classes": "days,cost"} if masks else {}
+    done = run(NodeGrid(*sites), config)
+    data, policy = from_json(done.strategy.settings.to_json()).data, replace(POLICY, label="days,cost")
+    encoder = Encoder.from_json(data.encoder)
+    assert done.rounds == 1 and set(encoder.names) == {
+        "dose", "dose missing", "kind=a", "kind=b", "kind missing", "age", "ward=1", "ward=2", "ward=3",
+    }  # fmt: skip
+    contents = [read_site(Path(site["data"]), data, policy) for site in sites]
+    splits = [site_split(content, data, policy)[0] for content in contents]
+    train = pd.concat([frame.iloc[rows] for frame, rows in zip(frames, splits, strict=True)])
+    names = data.classes.split(",")
+    for key, expected in (("target_mean", train[names].mean()), ("target_std", train[names].std(ddof=0))):
+        np.testing.assert_allclose([float(word) for word in getattr(data, key).split(",")], expected, rtol=1e-9)
+    scale = dict(zip(encoder.names, map(float, data.feature_std.split(",")), strict=True))
+    filled = train[["dose", "age"]].fillna(train["dose"].mean())
+    assert [scale["dose"], scale["age"], scale["ward=1"]] == pytest.approx([*filled.std(ddof=0), 1.0], rel=1e-9)
+    local, _ = load_site(contents[1], data, policy)
+    np.testing.assert_array_equal(local.y, frames[1][names])
+    np.testing.assert_array_equal(local.x[:, encoder.names.index("kind missing")], frames[1]["kind"] == "")
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "code"),
+    [
+        (["1,a,?"], {"missing": "impute"}, "wrong-target"),
+        ([",a,1.5", "1,b,x"], {"missing": "impute"}, "wrong-target"),
+        (["1,a,inf"], {}, "wrong-target"),
+        ([",a,1"], {}, "missing-value"),
+        (["1,a,1.5"], {"task": "multi-label"}, "wrong-target"),
+    ],
+)
+def test_a_missing_or_wrong_value_names_its_column(
+    rows: list[str], settings: dict[str, Any], code: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "a.csv", "\n".join(["dose,kind,label", "2,a,0", *rows]))
+    with pytest.raises(DataError) as caught:
+        load(path, **({"task": "regression"} | settings))
+    assert (caught.value.code, caught.value.column) == (code, "label" if code == "wrong-target" else "dose")
+
+
+def test_values_may_have_decimal_commas(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "dose;kind;label\n1;a;0,5\n2;b;1,25\n3;a;2\n4;b;3\n")
+    data = load_dataset(DataSettings(dataset=str(path), task="regression"), path, 0)
+    assert data.y[:, 0].tolist() == [0.5, 1.25, 2, 3]

@@ -85,7 +85,7 @@ def test_binned_scores_are_sent_if_metrics_need_them(key: str, metric: str, all_
     layout = ScoreSums(settings, TASK, training=True, all_metrics=all_metrics)
     outputs = np.array([[0.9, 0.1], [0.4, 0.6], [0.3, 0.7], [0.2, 0.8]])
     p = Predictions(CLASSES, np.array([0, 1, 0, 1]), outputs)
-    sizes, binned = {"train": 9, "test": 4, "validation": 4}, {key: BinnedScores.of(p)}
+    sizes, binned = {"train": 9, "test": 4, "validation": 4}, {key: BinnedScores.of(p).numbers}
     numbers = layout.numbers({f"{key}-loss": 0.25, f"{key}-accuracy": 0.75}, sizes, binned)
     sums, _ = layout.tallies([2 * number for number in numbers])
     expected = {"accuracy": 0.75}

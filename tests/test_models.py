@@ -34,9 +34,12 @@ MNIST = Task("image", (1, 28, 28), TEN)
 DIGITS = Task("image", (1, 8, 8), TEN)
 FEATURES = Task("features", (20,), ("a", "b", "c"))
 NEWS = Task("text", (12,), ("world", "sports", "business", "science"), vocabulary=50)
+SERIES = Task("series", (9, 4), ("a", "b", "c"))
 TWO = Task("features", (7,), ("no", "yes"))
 
 TASKS = {
+    "gru": SERIES,
+    "cnn1d": SERIES,
     "linear": FEATURES,
     "logistic": TWO,
     "mlp": FEATURES,

@@ -138,7 +138,7 @@ WRONG = {
     "losses:counting": "a second call returns different losses",
     "losses:broken": "KeyError: 'nothing'",
     "losses:branching": "RuntimeError",
-    "focal": "must be one of cross-entropy",
+    "focal": "must be one of auto, cross-entropy",
 }
 
 

@@ -17,14 +17,16 @@ T = TypeVar("T")
 
 
 class Samples(NamedTuple):
-    """Samples on the training device: inputs ``(n, ...)`` and labels ``(n,)``."""
+    """Samples on the training device: inputs ``(n, ...)`` and targets, ``(n,)`` classes or ``(n, C)``."""
 
     x: Tensor
     y: Tensor
 
 
 class Batch(NamedTuple):
-    """A mini-batch: inputs ``(B, ...)``, labels ``(B,)`` and optional sample weights ``(B,)``.
+    """A mini-batch: inputs ``(B, ...)``, targets and optional sample weights ``(B,)``.
+
+    The targets are classes ``(B,)``, or labels or standardised values ``(B, C)``.
 
     ``notes`` ``(B, ...)`` contains per-sample constants, and ``numbers`` ``(B, k)`` random numbers for dropout.
     """

@@ -191,9 +191,9 @@ def divided(batch: Batch, parts: int) -> list[Batch]:
 
     A part that would be empty is a copy of the first part. Each sample keeps its weight in the loss. In stacked
     mini-batches, whose rows are padded with samples of weight 0, the weights are rescaled so that the mean over a
-    part's row remains the mean over its samples.
+    part's row remains the mean over its samples. Stacked mini-batches always have weights.
     """
-    axis = batch.y.dim() - 1
+    axis = 0 if batch.weight is None else batch.weight.dim() - 1
     index = torch.arange(batch.y.shape[axis], device=batch.y.device)
     pieces: list[Batch] = []
     for number in range(parts):
@@ -207,8 +207,9 @@ def divided(batch: Batch, parts: int) -> list[Batch]:
             pairs = zip(pieces[0], piece, strict=True)
             piece = Batch(*(t if t is None or f is None else _where(empty, f, t) for f, t in pairs))  # type: ignore[arg-type]
         pieces.append(piece)
-    if not axis or batch.weight is None:
+    if not axis:
         return pieces
+    assert batch.weight is not None
     fraction = (batch.weight > 0).to(batch.weight).mean(dim=axis, keepdim=True)
     return [_rescaled(piece, fraction) for piece in pieces]
 

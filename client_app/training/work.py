@@ -16,7 +16,9 @@ from posy.strategies.run_settings import OFF, TrainSettings
 Split = Literal["train", "test", "validation"]
 V = TypeVar("V", Tensor, Tensor | None)
 Criterion = Callable[[Tensor, Tensor], Tensor]
-"""A function of logits ``(B, C)`` and labels ``(B,)`` that returns each sample's loss ``(B,)``."""
+"""A function of outputs ``(B, C)`` and targets that returns each sample's loss ``(B,)``.
+
+The targets are classes ``(B,)``, or labels or standardised values ``(B, C)``."""
 
 
 class TrainingDivergedError(ArithmeticError):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from posy.data.columns import Columns, name_notes, roles
+from posy.data.columns import Columns, Roles, name_notes, roles
 from posy.data.dataset import Content
 from posy.data.encoding import Categories, missing_value
 from posy.data.errors import DataError, Note
@@ -19,8 +19,10 @@ from posy.data.labels import LabelRule, as_labels, label_name, numbered_groups
 from posy.data.readers.cells import column_notes, is_missing, number_in, parse_columns
 from posy.data.readers.functions import content_of
 from posy.data.readers.image import Encoded, image_content
+from posy.data.targets import as_targets
 from posy.data.values import FLOAT32_MAX, precision_notes
 from posy.extensions import format_error
+from posy.metrics import CLASSES
 
 HUB = "hf:"
 """Prefix of data sets on the Hugging Face Hub."""
@@ -193,7 +195,7 @@ def _content(
     )
     assigned = roles(header, columns, rows.where, coded, images)
     notes += assigned.notes
-    y = _labels(rows, names[assigned.label], assigned.rule)
+    y, targets = _targets(rows, names, header, columns, assigned)
     group_labels = None if assigned.group is None else _labels(rows, names[assigned.group])
     groups, group_names = (None, ()) if group_labels is None else numbered_groups(group_labels)
     patients = None if assigned.split is None else _labels(rows, names[assigned.split])
@@ -206,17 +208,17 @@ def _content(
         notes += [*name_notes(columns_used, header), *column_notes(x, categories, columns_used)]
         return Content(
             path, "features", x, y, groups, is_test, columns=columns_used, group_names=group_names,
-            read_notes=tuple(notes), categories=categories, split_groups=split_groups,
+            read_notes=tuple(notes), categories=categories, split_groups=split_groups, **targets,
         )  # fmt: skip
     if assigned.inputs[0] in images:
         attributes = {"groups": groups, "is_test": is_test, "split_groups": split_groups}
         content = image_content(path, _files(rows, inputs[0]), y, size, mode, skip_unreadable, **attributes)
-        return replace(content, group_names=group_names, read_notes=(*notes, *content.read_notes))
+        return replace(content, group_names=group_names, read_notes=(*notes, *content.read_notes), **targets)
     column = _column(rows, inputs[0])
     if _is_text(column.type):
         texts = column.to_pylist()
         named: dict[str, Any] = {"group_names": group_names, "split_groups": split_groups, "read_notes": tuple(notes)}
-        return Content(path, "text", texts, y, groups, is_test, **named)
+        return Content(path, "text", texts, y, groups, is_test, **named, **targets)
     check_fits(sum(_column(rows, name).nbytes for name in inputs), rows.where)
     titles: tuple[str, ...] = ()
     if _is_number(column.type):
@@ -226,8 +228,8 @@ def _content(
     else:
         x = _nested(column.combine_chunks(), 1, lambda row: rows.at(row, inputs[0]))
     parts = {"x": x, "y": y, "groups": group_labels, "patients": patients, "test": is_test}
-    content = content_of({name: part for name, part in parts.items() if part is not None}, rows.where, path)
-    return replace(content, columns=titles, read_notes=(*notes, *content.read_notes))
+    content = content_of({name: part for name, part in parts.items() if part is not None}, rows.where, path, columns)
+    return replace(content, columns=titles, read_notes=(*notes, *content.read_notes), **targets)
 
 
 def _names(rows: _Rows) -> tuple[list[str], list[str]]:
@@ -260,6 +262,29 @@ def _check_numbers(rows: _Rows, name: str, values: np.ndarray) -> None:
             "not-a-number",
             name,
         )
+
+
+def _targets(
+    rows: _Rows, names: Sequence[str], header: Sequence[str], columns: Columns, assigned: Roles
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """Return the classes ``(N,)``, or the labels or values ``(N, K)`` and their attributes of :class:`Content`."""
+    if columns.target == CLASSES:
+        return _labels(rows, names[assigned.label], assigned.rule), {}
+    titles = tuple(header[index] for index in assigned.labels)
+    y, _ = as_targets(_numbers(rows, [names[i] for i in assigned.labels]), columns.target, rows.where, titles)
+    return y, {"target": columns.target, "class_names": titles}
+
+
+def _numbers(rows: _Rows, names: Sequence[str]) -> np.ndarray:
+    """Return the numbers ``(N, K)`` in columns of labels or values."""
+    if other := [name for name in names if not _is_number(_column(rows, name).type)]:
+        raise DataError(
+            f"{rows.where}: column {other[0]} of type {_column(rows, other[0]).type}; labels of a multi-label task and "
+            "values are numbers",
+            "wrong-target",
+            other[0],
+        )
+    return _features(rows, names)[0]
 
 
 def _column(rows: _Rows, name: str) -> Any:

@@ -1,29 +1,33 @@
 """Custom data from a function: ``dataset="file:function"``."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from posy.data.columns import Columns
 from posy.data.dataset import Content
 from posy.data.errors import DataError
 from posy.data.labels import as_labels, numbered_groups
-from posy.data.readers.image import as_images
-from posy.data.values import as_features, check_lengths, check_shape, precision_notes
+from posy.data.readers.samples import samples_of
+from posy.data.targets import as_targets
+from posy.data.values import check_lengths, check_shape
 from posy.extensions import format_error, load
+from posy.metrics import CLASSES
 
 PARTS = ("x", "y", "groups", "patients", "test")
 """Keys of the mapping that a function may return."""
 
 
-def read_function(name: str) -> Content:
+def read_function(name: str, columns: Columns = Columns()) -> Content:  # noqa: B008 - immutable
     """Call a user's function without arguments, and return its data.
 
     The function must return ``(x, y)``, or a mapping with keys from :data:`PARTS`. ``x`` contains images,
     ``(N, H, W)``, ``(N, H, W, C)`` or ``(N, C, H, W)``, as whole numbers from 0 to 255 or as floats; features
-    ``(N, F)``; or N texts. ``y`` ``(N,)`` contains class numbers or names, and ``groups`` ``(N,)`` natural groups.
-    The rows of a client with the same value in ``patients`` ``(N,)`` are in the same split.
+    ``(N, F)``; time series ``(N, T, F)``; or N texts. ``y`` contains class numbers or names ``(N,)``, or labels or
+    values ``(N, K)``, and ``groups`` ``(N,)`` natural groups. The rows of a client with the same value in ``patients``
+    ``(N,)`` are in the same split.
     ``test`` ``(N,)`` is true for samples in the supplied test set. Tensors are converted to arrays.
 
     Raises
@@ -48,11 +52,19 @@ def read_function(name: str) -> Content:
         )
         raise DataError(f"{source}: it returns {returned}; it must return (x, y), or a mapping of {', '.join(PARTS)}")
     parts = {key: _array(value, f"{source}: {key}") for key, value in content.items() if value is not None}
-    return content_of(parts, source, Path(name))
+    return content_of(parts, source, Path(name), columns)
 
 
-def content_of(parts: Mapping[str, np.ndarray], source: str, path: Path) -> Content:
+def content_of(
+    parts: Mapping[str, np.ndarray],
+    source: str,
+    path: Path,
+    columns: Columns = Columns(),  # noqa: B008 - immutable
+    names: Sequence[str] = (),
+) -> Content:
     """Build the content from arrays keyed by :data:`PARTS`; ``source`` names their origin in error messages.
+
+    ``columns`` determines the target and the kind of the samples, and ``names`` are the names of the labels or values.
 
     Raises
     ------
@@ -69,7 +81,7 @@ def content_of(parts: Mapping[str, np.ndarray], source: str, path: Path) -> Cont
     patients = None
     if "patients" in parts:
         patients, _ = numbered_groups(as_labels(parts["patients"], f"{source}: patients"))
-    labels = as_labels(parts["y"], f"{source}: y")
+    y, class_names = targets_of(parts["y"], columns, f"{source}: y", names)
     notes: list[str] = []
     if x.ndim == 1 and x.dtype.kind == "U":
         kind, samples = "text", x.tolist()
@@ -79,14 +91,19 @@ def content_of(parts: Mapping[str, np.ndarray], source: str, path: Path) -> Cont
         )
     else:
         check_shape(x.shape, source)
-        if x.ndim == 2:
-            kind, (samples, notes) = "features", as_features(x, f"{source}: x")
-        else:
-            samples = as_images(x, f"{source}: x")
-            kind = "image" if samples.dtype == np.uint8 else "image-float"
-            notes = precision_notes(x.reshape(-1, 1), np.float32, ("pixels",)) if kind == "image-float" else []
-    named: dict[str, Any] = {"group_names": group_names, "split_groups": patients, "read_notes": tuple(notes)}
-    return Content(path, kind, samples, labels, groups, test, **named)
+        kind, samples, notes = samples_of(x, columns.kind, f"{source}: x")
+    attributes: dict[str, Any] = {"class_names": class_names, "target": columns.target, "split_groups": patients}
+    attributes |= {"group_names": group_names, "read_notes": tuple(notes)}
+    return Content(path, kind, samples, y, groups, test, **attributes)
+
+
+def targets_of(
+    y: np.ndarray, columns: Columns, where: str, names: Sequence[str] = ()
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Return the classes ``(N,)`` of an array, or its labels or values ``(N, K)`` and their names."""
+    if columns.target == CLASSES:
+        return as_labels(y, where), ()
+    return as_targets(y, columns.target, where, names)
 
 
 def _array(value: Any, name: str) -> np.ndarray:

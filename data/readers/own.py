@@ -1,8 +1,8 @@
 """Read custom data: .npz, .csv, .parquet, folders of images or .npy files, saved `datasets`, and PFLlib directories."""
 
-from collections.abc import Sequence
 from logging import getLogger
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,12 +13,15 @@ from posy.data.files import check_regular
 from posy.data.labels import as_labels, joined_labels, known_labels, numbered_groups
 from posy.data.readers.arrow import is_saved, read_parquet, read_saved
 from posy.data.readers.functions import PARTS, content_of
-from posy.data.readers.image import as_images, image_content, labelled_images
+from posy.data.readers.image import image_content, labelled_images
 from posy.data.readers.npz import NpzFile
 from posy.data.readers.pfllib import is_pfllib, read_pfllib
+from posy.data.readers.samples import samples_of
 from posy.data.readers.tables import read_csv
+from posy.data.targets import as_targets
 from posy.data.text import MAX_LENGTH
-from posy.data.values import as_features, check_alike, check_lengths, check_shape, precision_notes
+from posy.data.values import check_alike, check_lengths, check_shape
+from posy.metrics import CLASSES
 from posy.paths import exists
 
 _LOG = getLogger("flwr")  # Flower's logger, so that warnings appear in the log of the run
@@ -34,7 +37,10 @@ def as_dataset(content: Content, name: str, length: int = MAX_LENGTH) -> Dataset
     DataError
         If there are fewer than two classes.
     """
-    if content.class_names:
+    target: tuple[Any, ...] = ()
+    if content.target != CLASSES:
+        y, names, notes, target = content.labels, content.class_names, content.notes, (content.target,)
+    elif content.class_names:
         names, notes = content.class_names, content.read_notes
         y = known_labels(content.labels, len(names), str(content.path))
     else:
@@ -46,8 +52,9 @@ def as_dataset(content: Content, name: str, length: int = MAX_LENGTH) -> Dataset
     for note in notes:
         _LOG.warning("%s: %s", content.path, note)
     keys = ("groups", "group_names", "split_groups", "is_test", "given", "columns", "categories")
-    attributes = {key: getattr(content, key) for key in keys}
-    return make_dataset(name, content.kind, x, y, names, vocabulary, text_length=length, notes=notes, **attributes)
+    attributes: dict[str, Any] = {key: getattr(content, key) for key in keys}
+    attributes |= {"text_length": length, "target": target, "notes": notes}
+    return make_dataset(name, content.kind, x, y, names, vocabulary, **attributes)
 
 
 def read_own(
@@ -61,7 +68,7 @@ def read_own(
 
     For image files, ``size`` and ``mode`` are as in :func:`posy.data.readers.image.readable_images`, and
     ``skip_unreadable`` skips unreadable files. With ``False``, the error for an unreadable file suggests
-    ``skip-unreadable=true``; with ``None``, it does not. ``columns`` applies to tables.
+    ``skip-unreadable=true``; with ``None``, it does not. The column names in ``columns`` apply to tables.
 
     Raises
     ------
@@ -75,7 +82,7 @@ def read_own(
             if is_pfllib(path):
                 return read_pfllib(path)
             arrays = exists(path / "x.npy") and exists(path / "y.npy")
-            return read_arrays(path) if arrays else _read_folder(path, size, mode, skip_unreadable)
+            return read_arrays(path, columns) if arrays else _read_folder(path, size, mode, skip_unreadable)
         kind = path.suffix.lower()
         if kind == ".parquet":
             return read_parquet(path, columns, size, mode, skip_unreadable)
@@ -84,19 +91,18 @@ def read_own(
                 f"{path}: allowed: .npz, .csv, .parquet, a folder of class folders, of x.npy and y.npy, or of "
                 "datasets.save_to_disk, and a PFLlib directory"
             )
-        return read_npz(path) if kind == ".npz" else read_csv(path, columns)
+        return read_npz(path, columns) if kind == ".npz" else read_csv(path, columns)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
     except MemoryError as error:
         raise DataError(f"{path}: does not fit into memory ({error})") from error
 
 
-def read_npz(path: Path) -> Content:
+def read_npz(path: Path, columns: Columns = Columns()) -> Content:  # noqa: B008 - immutable
     """Read an .npz file, and return its training and test samples in one array, with a mask of the test samples.
 
     The function reads ``x_train, y_train`` and, if they exist, ``x_test, y_test`` and ``groups_train, groups_test``
-    (numbers or strings). Arrays with three or four axes are images, in a shape that
-    :func:`posy.data.readers.image.as_images` accepts; arrays ``(N, F)`` are features.
+    (numbers or strings). :func:`posy.data.readers.samples.samples_of` determines the kind of the samples.
 
     Raises
     ------
@@ -120,6 +126,11 @@ def read_npz(path: Path) -> Content:
 
     has_groups = {f"groups_{split}" for split in splits} <= set(archive.names)
     groups, group_names = numbered_groups(labels("groups")) if has_groups else (None, ())
+    names = [f"y_{split}" for split in splits]
+    if columns.target == CLASSES:
+        y, class_names = labels("y"), tuple[str, ...]()
+    else:
+        y, class_names = as_targets(archive.pooled(names), columns.target, f"{path}: y")
     names = [f"x_{split}" for split in splits]
     x = archive.pooled(names)
     num_test = archive.shape("y_test")[0][0] if "test" in splits else 0
@@ -128,19 +139,9 @@ def read_npz(path: Path) -> Content:
         halves = np.split(x, [len(x) - num_test])
         parts = {name: (archive.shape(name)[1], half) for name, half in zip(names, halves, strict=True)}
         check_alike(str(path), parts, pixels=x.ndim > 2)
-    notes: Sequence[str] = ()
-    if x.ndim in (3, 4):
-        samples = as_images(x, str(path))
-        kind = "image" if samples.dtype == np.uint8 else "image-float"
-        if kind == "image-float":
-            notes = precision_notes(x.reshape(-1, 1), np.float32, ("pixels",))
-    elif x.ndim == 2 and x.dtype.kind in "fiub":
-        kind = "features"
-        samples, notes = as_features(x, str(path))
-    else:
-        raise DataError(f"{path}: x of shape {x.shape} and type {x.dtype}; allowed: numbers in 2, 3 or 4 axes")
-    y = labels("y")
-    return Content(path, kind, samples, y, groups, is_test, group_names=group_names, read_notes=tuple(notes))
+    kind, samples, notes = samples_of(x, columns.kind, str(path))
+    attributes = {"class_names": class_names, "target": columns.target, "group_names": group_names}
+    return Content(path, kind, samples, y, groups, is_test, read_notes=tuple(notes), **attributes)  # type: ignore[arg-type]
 
 
 def has_columns(path: Path) -> bool:
@@ -148,7 +149,7 @@ def has_columns(path: Path) -> bool:
     return path.suffix.lower() in (".csv", ".parquet") or is_saved(path)
 
 
-def read_arrays(path: Path) -> Content:
+def read_arrays(path: Path, columns: Columns = Columns()) -> Content:  # noqa: B008 - immutable
     """Read a directory of x.npy, y.npy, and optionally groups.npy and test.npy, which contain :data:`PARTS`.
 
     Samples stay on disk unless their type must be converted.
@@ -164,7 +165,7 @@ def read_arrays(path: Path) -> Content:
         except (ValueError, EOFError, OSError, OverflowError) as error:
             raise DataError(f"{file}: not a complete .npy file of numbers or strings ({error})") from error
         parts[key] = mapped if key == "x" else np.array(mapped)
-    return content_of(parts, str(path), path)
+    return content_of(parts, str(path), path, columns)
 
 
 def _read_folder(path: Path, size: tuple[int, int] | None, mode: str | None, skip_unreadable: bool | None) -> Content:

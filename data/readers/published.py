@@ -23,8 +23,10 @@ from posy.data.readers.image import DEFAULT_SIDE, image_files, read_images
 from posy.data.readers.own import as_dataset, read_npz
 from posy.data.readers.tables import rows_of
 from posy.data.settings import DataSettings
+from posy.data.targets import as_targets
 from posy.data.text import MAX_LENGTH
-from posy.data.values import as_float32, check_lengths
+from posy.data.values import as_features, as_float32, check_lengths
+from posy.metrics import VALUES
 
 TO_SUPERCLASS = np.array(
     [next(index for index, names in enumerate(CIFAR20.values()) if name in names.split()) for name in CIFAR100_NAMES]
@@ -63,6 +65,17 @@ def read_digits(name: str, data_dir: Path, settings: DataSettings) -> Content:
     bunch = load_digits()
     x = np.rint(bunch.images[..., None] * (255 / 16)).astype(np.uint8)
     return Content(data_dir, "image", x, bunch.target.astype(np.int64), class_names=DIGITS)
+
+
+def read_diabetes(name: str, data_dir: Path, settings: DataSettings) -> Content:
+    """Return scikit-learn's diabetes data, with the features in their original units."""
+    from sklearn.datasets import load_diabetes  # noqa: PLC0415 - only this data set needs it
+
+    bunch = load_diabetes(scaled=False)
+    y, names = as_targets(bunch.target, VALUES, name, ("progression",))
+    columns = tuple(bunch.feature_names)
+    x, _ = as_features(bunch.data, name)
+    return Content(data_dir / name, "features", x, y, class_names=names, columns=columns, target=VALUES)
 
 
 HOSPITALS = {"cleveland": "Cleveland", "hungarian": "Hungary", "switzerland": "Switzerland", "va": "Long Beach"}

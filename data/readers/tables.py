@@ -25,7 +25,9 @@ from posy.data.readers.cells import (
     number_in,
     parse_columns,
 )
+from posy.data.targets import as_targets
 from posy.data.values import FLOAT32_MAX, LOST, as_features
+from posy.metrics import CLASSES
 
 _Cells = np.ndarray | Mapping[str, np.ndarray]
 _GROWTH = 4  # minimum factor by which a table grows when it is loaded as Python strings
@@ -62,8 +64,10 @@ def read_csv(path: Path, columns: Columns = Columns()) -> Content:  # noqa: B008
     assigned = roles(header, columns, str(path))
     features = () if assigned.is_text else assigned.inputs
     table = _Csv(path, header, separator, columns, assigned)
-    numbers = None if features and (columns.categories or columns.decimal == "comma") else table.numbers(features)
-    if numbers is not None and all((np.abs(numbers[str(index)]) <= FLOAT32_MAX).all() for index in features):
+    numeric = [*features, *table.targets]
+    needs_cells = (features and columns.categories) or (numeric and columns.decimal == "comma")
+    numbers = None if needs_cells else table.numbers(numeric)
+    if numbers is not None and all((np.abs(numbers[str(index)]) <= FLOAT32_MAX).all() for index in numeric):
         return _content(table, numbers, features, None)
     cells = table.strings()
     samples = table.samples(cells) if cells is not None else None
@@ -88,13 +92,17 @@ class _Csv:
         """The names of the input columns."""
         return [self.header[index] for index in self.assigned.inputs]
 
-    def numbers(self, features: Sequence[int]) -> np.ndarray | None:
-        """Return columns "0", "1", …, with features as float64 and others as strings, or None if a cell is invalid.
+    @property
+    def targets(self) -> tuple[int, ...]:
+        """The columns of labels or values, which contain numbers; empty for classes."""
+        return () if self.columns.target == CLASSES else self.assigned.labels
+
+    def numbers(self, numeric: Sequence[int]) -> np.ndarray | None:
+        """Return columns "0", "1", …, some as float64 and others as strings, or None if a cell is invalid.
 
         NumPy reads a table several times faster than the csv module does, and returns the same cells. It rejects rows
         that are too short or too long, whereas pandas pads short rows.
         """
-        numeric = set(features)
         kinds = np.dtype([(str(index), float if index in numeric else object) for index in range(len(self.header))])
         lines = _lines(self.path, "utf-8-sig")
         next(row for row in csv.reader(lines, delimiter=self.separator) if row)
@@ -122,9 +130,25 @@ class _Csv:
         is_text = len(inputs) == 1 and bool(samples[1]) and not self.columns.categories
         return None if is_text else samples
 
+    def values(self, cells: _Cells) -> tuple[np.ndarray, dict[tuple[int, str], str]]:
+        """Return the labels or values ``(N, K)``, and any errors, keyed by column and cell."""
+        if isinstance(cells, np.ndarray):
+            return np.column_stack([cells[str(index)] for index in self.targets]), {}
+        errors, columns, comma = dict[tuple[int, str], str](), [], self.has_commas(cells)
+        for index in self.targets:
+            numbers = {cell: number_in(cell, comma=comma) for cell in set(cells[str(index)])}
+            for cell, number in numbers.items():
+                if is_missing(cell):
+                    errors[index, cell] = f"{cell!r} is a missing value; each row needs a label"
+                elif number is None or not abs(number) <= FLOAT32_MAX:
+                    errors[index, cell] = f"{cell!r}; finite numbers are allowed, in the range of float32"
+            columns.append(np.array([numbers[cell] for cell in cells[str(index)]], np.float64))
+        return np.column_stack(columns), errors
+
     def has_commas(self, cells: Mapping[str, np.ndarray]) -> bool:
         """Return whether the numbers have decimal commas."""
-        inputs = {self.header[index]: cells[str(index)].tolist() for index in self.assigned.inputs}
+        indices = (*self.assigned.inputs, *self.targets)
+        inputs = {self.header[index]: cells[str(index)].tolist() for index in indices}
         numbers = {name: column for name, column in inputs.items() if name not in self.columns.categories}
         return has_decimal_commas(numbers, self.separator, self.columns.decimal, str(self.path))
 
@@ -138,7 +162,8 @@ class _Csv:
             for index, cell in enumerate(row):
                 where = f"{self.path}: row {number}, column {self.header[index]}"
                 if (index, cell) in name_errors:
-                    return DataError(f"{where}: {name_errors[index, cell]}", "wrong-label", self.header[index])
+                    code = "wrong-target" if index in self.targets else "wrong-label"
+                    return DataError(f"{where}: {name_errors[index, cell]}", code, self.header[index])
                 if index in self.assigned.inputs and cells is not None:
                     column = cells[str(index)].tolist()
                     if error := self._problem_of(where, self.header[index], cell, column, comma=comma):
@@ -174,7 +199,7 @@ def _content(
 ) -> Content:
     """Return the content of a table; ``samples`` are its parsed inputs, or None if ``cells`` contains numbers."""
     path, header, assigned = table.path, table.header, table.assigned
-    labels, name_errors = _labels(cells, assigned)
+    labels, name_errors = table.values(cells) if table.targets else _labels(cells, assigned)
     groups = None
     if assigned.group is not None:
         groups, group_errors = _names(cells, assigned.group, "group")
@@ -185,17 +210,22 @@ def _content(
         name_errors |= patient_errors
     if name_errors:
         raise table.problem(name_errors)
-    y = as_labels(np.array(labels), str(path))
+    attributes: dict[str, Any] = {"target": table.columns.target}
+    label_names = [header[index] for index in assigned.labels]
+    if table.targets:
+        y, attributes["class_names"] = as_targets(np.array(labels), table.columns.target, str(path), label_names)
+    else:
+        y = as_labels(np.array(labels), str(path))
     numbers, group_names = (None, ()) if groups is None else numbered_groups(np.array(groups))
-    attributes: dict[str, Any] = {"groups": numbers, "group_names": group_names}
+    attributes |= {"groups": numbers, "group_names": group_names}
     attributes["split_groups"] = None if patients is None else numbered_groups(np.array(patients))[0]
-    notes = list(assigned.notes)
+    notes, shown = list(assigned.notes), ", ".join(label_names)
     if not features:
         text = assigned.inputs[0]
-        _LOG.info("%s: column %s is the text, %s the label", path.name, header[text], header[assigned.label])
+        _LOG.info("%s: column %s is the text, %s the label", path.name, header[text], shown)
         texts = cells[str(text)].tolist()
         return Content(path, "text", texts, y, read_notes=tuple(notes), **attributes)
-    _LOG.info("%s: %s columns are features, %s the label", path.name, len(features), header[assigned.label])
+    _LOG.info("%s: %s columns are features, %s the label", path.name, len(features), shown)
     names = tuple(table.names)
     notes += name_notes(names, header)
     if samples is None:

@@ -1,0 +1,70 @@
+"""Metrics of a regression from sums over samples, which masked sums can carry.
+
+The sums are fixed-point numbers in units of 1 / :data:`posy.binned.STEPS`, and each sum of a client is rounded once.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from posy.binned import STEPS
+from posy.scores import Floats, Predictions
+
+ROWS = 5
+"""Number of sums for each value."""
+LARGEST = 1 << 60
+"""Maximum number in a client's sums."""
+
+
+def count_of(size: int) -> int:
+    """Return the number of sums for C = ``size`` values."""
+    return ROWS * size
+
+
+def value_sums(p: Predictions, mean: Sequence[float], std: Sequence[float]) -> list[int] | None:
+    """Return the sums over the samples of predictions, or None if a sum is too large.
+
+    For each of C standardised values z with the prediction ẑ, they are Σ|ẑ − z|, Σ(ẑ − z)², the sums of the positive
+    and of the negative z as positive numbers, and Σz².
+
+    Parameters
+    ----------
+    p : Predictions
+        Predictions and values in their original unit.
+    mean, std : sequence of float, (C,)
+        The scale of each value.
+    """
+    z = (p.y - np.array(mean)) / np.array(std)
+    errors = (p.outputs - p.y) / np.array(std)
+    rows = [np.abs(errors), np.square(errors), np.maximum(z, 0), np.maximum(-z, 0), np.square(z)]
+    totals = np.stack([row.sum(axis=0) for row in rows]) * STEPS
+    if not (totals < LARGEST).all():  # also false for NaN
+        return None
+    return [round(number) for number in totals.ravel().tolist()]
+
+
+def metrics_of(numbers: Sequence[int], samples: int, std: Sequence[float]) -> dict[str, float]:
+    """Return MAE, RMSE and R² in the original unit, keyed by name; none if no samples can have these sums.
+
+    Parameters
+    ----------
+    numbers : sequence of int
+        The sums of :func:`value_sums` over several clients.
+    samples : int
+        Number of samples n.
+    std : sequence of float, (C,)
+        The standard deviation with which each value is standardised.
+    """
+    sums: Floats = np.array(numbers, np.float64).reshape(ROWS, len(std)) / STEPS / samples
+    absolute, square, above, below, second = sums
+    rounding = 1 / STEPS
+    if (absolute**2 > square + rounding).any() or ((above - below) ** 2 > second + rounding).any():
+        return {}
+    scale: npt.NDArray[np.float64] = np.array(std)
+    values = {"mae": float((absolute * scale).mean()), "rmse": float(np.sqrt((square * scale**2).mean()))}
+    variance = second - (above - below) ** 2
+    varied = variance > rounding
+    if varied.any():
+        values["r2"] = float((1 - square[varied] / variance[varied]).mean())
+    return values
