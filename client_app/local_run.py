@@ -20,6 +20,7 @@ from posy.client_app.secure_aggregation import Masking
 from posy.client_app.state import StateError
 from posy.client_app.training.work import Split, TrainingDivergedError, advice_on_divergence
 from posy.metrics import metrics_for
+from posy.models.parameters import Layout
 from posy.predictions import write_predictions
 from posy.scores import Predictions, values_of
 from posy.storage import write_arrays
@@ -126,20 +127,13 @@ class LocalRun:
         arrays = {name: array_of(update.arrays[name]) for name in expected}
         for name, array in arrays.items():
             if not self.method.returned[name].has_statistics:
-                arrays[name] = self._without_statistics(array)
+                arrays[name] = without_statistics(array, self.client.layout)
         return arrays
 
     def _expected(self) -> tuple[str, ...]:
         """Return the names of the arrays that the server expects."""
         names = self.config.get(RETURNS)
         return tuple(self.method.returned) if names is None else tuple(name for name in str(names).split(",") if name)
-
-    def _without_statistics(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return ``array`` with the entries for BatchNorm's running statistics set to 0."""
-        layout, parameters = self.client.layout, self.client.layout.trainable
-        if parameters.size == layout.size or array.shape[-1:] != (layout.size,):
-            return array
-        return parameters.put(np.zeros_like(array), parameters.take(array))
 
     def _unchanged(self) -> Arrays:
         """Return the arrays of an update that changes nothing."""
@@ -359,3 +353,11 @@ class LocalRun:
             return []
         numbers = sorted(int(name.removeprefix(prefix)) for name in state if name.startswith(prefix))
         return [np.asarray(state[f"{prefix}{number}"]) for number in numbers]
+
+
+def without_statistics(array: npt.NDArray[Any], layout: Layout) -> npt.NDArray[Any]:
+    """Return ``array`` with the entries for BatchNorm's running statistics set to 0."""
+    parameters = layout.trainable
+    if parameters.size == layout.size or array.shape[-1:] != (layout.size,):
+        return array
+    return parameters.put(np.zeros_like(array), parameters.take(array))

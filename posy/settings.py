@@ -364,12 +364,12 @@ def checked(config: Mapping[str, Any], declarations: Mapping[str, Setting], wher
 
 def build(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
     """Build a settings dataclass from checked values. Missing keys get their defaults, and other keys are ignored."""
-    return cls(**{name: values[key] for key, name in _names_by_key(cls, prefix) if key in values})
+    return cls(**{name: values[key] for key, name in _names_by_key(cls, prefix) if key in values})  # type: ignore[arg-type]
 
 
 def as_config(settings: Any, prefix: str = "") -> dict[str, Scalar]:
     """Return a settings dataclass as a flat mapping of kebab-case keys."""
-    return {key: getattr(settings, name) for key, name in _names_by_key(type(settings), prefix)}
+    return {key: getattr(settings, name) for key, name in _names_by_key(type(settings), prefix)}  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=512)

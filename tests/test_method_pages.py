@@ -206,7 +206,11 @@ def test_generated_page_sections(generate: dict[str, Any]) -> None:
     assert generate["warns"](ExampleSettings) == ""
     assert generate["warns"](settings_class("fedfew")).startswith("Before round 1 Posy warns if ")
     check = generate["checked_with"]("example", card)
-    assert "not by the paper's authors" in check and "aaaaaaaaaa: main.py, train" in check and "at most 3e-7" in check
+    assert (
+        "not by the paper's authors" in check
+        and "commit aaaaaaaaaa). The compared code is main.py, train." in check
+        and "at most 3e-7" in check
+    )
     assert generate["unwrapped"]("Two facts:\n\n* one\n  more\n* two\n") == "Two facts:\n- one more\n- two"
     assert generate["markdown"]("See ``x`` and :class:`~a.b.Name`.") == "See `x` and `Name`."
 
