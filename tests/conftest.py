@@ -99,14 +99,20 @@ REPRESENTATIVE = {
 GENERAL = {
     f"test_{name}"
     for name in (
-        *("client_weights", "engine", "fixed_tensors", "hostile_methods", "kept_optimiser", "method_settings"),
-        *("methods", "newcomers", "own_loss", "poisoning", "predict", "private_training", "properties", "recompute"),
-        *("resume", "run_metrics", "secure_aggregation", "weights"),
+        *("client_weights", "engine", "fixed_tensors", "hostile_methods", "hostile_settings", "kept_optimiser"),
+        *("method_settings", "methods", "newcomers", "own_loss", "poisoning", "predict", "private_training"),
+        *("properties", "recompute", "resume", "run_metrics", "secure_aggregation", "weights"),
     )
 }
 """Modules that test a general part of Posy with every method."""
-EVERY_METHOD = {"test_training_lowers_the_loss", "test_failed_client_counts_as_absent"}
+EVERY_METHOD = {"test_training_lowers_the_loss"}
 """Tests in these modules that CI runs with every method."""
+FEW = {"fedfew", "cwfedavg", "fedacs", "feddrm", "ppfe", "fedrep", "ditto", "scaffold"}
+LONG = {
+    f"test_{name}"
+    for name in ("engine", "fixed_tensors", "kept_optimiser", "own_loss", "properties", "resume", "weights")
+}
+"""Modules whose tests take a second or more for each method, so CI runs them only with the methods in ``FEW``."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -116,7 +122,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and item.module.__name__ in GENERAL and hasattr(item, "callspec"):
             parameters = item.callspec.params
             method = parameters.get("method", getattr(parameters.get("case"), "method", None))
-            if method in METHODS and method not in REPRESENTATIVE and item.originalname not in EVERY_METHOD:
+            chosen = FEW if item.module.__name__ in LONG else REPRESENTATIVE
+            if method in METHODS and method not in chosen and item.originalname not in EVERY_METHOD:
                 item.add_marker(pytest.mark.slow)
 
 

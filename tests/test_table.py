@@ -312,6 +312,7 @@ def test_a_run_that_ends_during_the_interrupt_is_archived(tmp_path: Path) -> Non
     assert collected == [cell.path] and not (cell.path / "models").exists()
 
 
+@pytest.mark.slow
 def test_an_interrupted_cell_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     def run(folder: Path, *, until: int = 0) -> dict[str, Any]:
         folder.mkdir(exist_ok=True)
