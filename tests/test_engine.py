@@ -175,8 +175,9 @@ def test_no_process_is_forked_after_gpu_use(make_config, federate, use_mode, mon
 )
 def test_a_custom_loss_prevents_forking_with_a_gpu(make_config, monkeypatch, available, criterion, forks):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
-    monkeypatch.setattr(Workspace, "criterion", torch.nn.functional.cross_entropy if criterion else None)
-    assert Workspace(read_settings(make_config("fedavg"))).forks is forks
+    settings = read_settings(make_config("fedavg"))
+    train = replace(settings.train, loss="losses:focal" if criterion else "auto")
+    assert Workspace(replace(settings, train=train)).forks is forks
 
 
 def test_processes_end_with_the_run(make_config, use_mode):

@@ -714,7 +714,7 @@ def test_a_server_cannot_impersonate_a_trusted_site(sites: list[dict[str, Any]])
     forged_keys = [public_key(private_key(new_secret())) for _ in range(2)]
     other = ClientGroup(1, configs=sites[:1]).keys(secure_round="0-3").public[0]  # the same site, in another round
     for texts, why in (
-        ([*forged_keys, b"", b""], "not signed by a site whose key is trusted"),
+        ([*forged_keys, b"", b""], "not signed by a site with a trusted key"),
         ([*forged_keys, *honest_keys[1][2:]], "the signature is wrong"),
         ([*honest_keys[2][:2], *honest_keys[1][2:]], "the signature is wrong"),
         ([*forged_keys, *other[2:]], "the signature is wrong"),
@@ -776,7 +776,7 @@ def test_only_the_site_without_a_trusted_signature_is_dropped(
     done = federate(settings | {"secure-aggregation": True}, grid=grid_factory(configs))
     for number in (1, 2):
         [(client, reason)] = reasons(done, number).items()
-        assert client == 4 and "not signed by a site whose key is trusted" in reason
+        assert client == 4 and "not signed by a site with a trusted key" in reason
         assert "needs signing-key and trusted-keys" in reason
     lost_messages = [("train", number, 4) for number in (1, 2)]
     plain = federate(settings, grid=lambda clients: StageGrid(clients, lost_messages))

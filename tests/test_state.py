@@ -153,7 +153,7 @@ def test_invalid_version_names_are_rejected(name: str) -> None:
     valid = {"state-from": "0-1-0", "state-to": "0-1-1", "state-keep": ["0-1-0"]}
     assert Versions.take({**valid, "state-from": "", "state-keep": []}) == Versions("", "0-1-1")
     for changes in ({"state-from": name}, {"state-to": name}, {"state-to": ""}, {"state-keep": ["0-1-0", name]}):
-        with pytest.raises(SettingsError, match="message names a state"):
+        with pytest.raises(SettingsError, match="message names the state"):
             Versions.take({**valid, **changes})
 
 

@@ -75,9 +75,9 @@ def test_stock_processes_run_a_custom_method(stock: Stock, tmp_path: Path, monke
     reference = posy.run(**{key.replace("-", "_"): value for key, value in settings.items()}, output_dir="same")
     assert record.summary["served"] == reference.summary["served"]
     for name in ("superlink", "node-0"):
-        assert stock.log(name).count(f"posy: WARNING: {'Posy has no warm' if name == 'node-0' else 'Flower 1.'}") == (
-            0 if WARM else 1
-        )
+        assert stock.log(name).count(
+            f"posy: WARNING: {'Posy has no warm' if name == 'node-0' else 'with Flower 1.'}"
+        ) == (0 if WARM else 1)
     for number in range(2):  # a node never imports code that another node is still copying
         [installed] = (tmp_path / "home/nodes" / str(number) / "apps").iterdir()
         assert (installed / "client_app/app.py").is_file()

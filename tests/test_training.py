@@ -603,6 +603,8 @@ SUITED = {
     "fasttext": Task("text", (9,), tuple("abc"), 20),
     "textcnn": Task("text", (9,), tuple("abc"), 20),
     "lstm": Task("text", (9,), tuple("abc"), 20),
+    "gru": Task("series", (9, 4), tuple("abc")),
+    "cnn1d": Task("series", (9, 4), tuple("abc")),
 }
 
 
