@@ -52,7 +52,7 @@ from posy.strategies.masking import Words
 from posy.strategies.secure_aggregation import EVALUATION, STATISTICS, TRAINING
 
 Result = tuple[Any, int, dict[str, Any]]
-"""Result of a call: the arrays keyed by name or the loss, the number of samples, and the metrics."""
+"""Result of a call: the arrays (keyed by name) or the loss, the number of samples, and the metrics."""
 
 isolate_simulation()
 app = ClientApp(mods=[answer_in_kind, record_reply])

@@ -117,7 +117,7 @@ class ClientHooks:
     # -- helpers for methods -------------------------------------------------------------------------
 
     def share(self, trained: Trained) -> Result:
-        """Store the personal layers of a trained model, and return its shared layers and the whole model."""
+        """Store the personal layers of a trained model. Return its shared layers as the update, and the full model."""
         self.keep_personal(trained.parameters)
         update = Update({"model": self.shared.take(trained.parameters)}, trained.loss)
         return update, self.plain(trained.parameters)
@@ -146,11 +146,11 @@ class ClientHooks:
         return Predictor([Member(parameters, self.architecture)], chosen)
 
     def initial(self, number: int = 0) -> Tensor:
-        """Return the initial parameters ``(d,)`` of one of several models, as on the server. Do not write to them."""
+        """Return the initial parameters ``(d,)`` of model ``number``, equal to the server's. Do not write to them."""
         return self.workspace.initial(self.architecture, model_seed(self.settings.run.seed, number))
 
     def predict(self, predictor: Predictor, split: Split) -> Steps[Tensor]:
-        """Return a predictor's output ``(n, C)`` on a split: see :meth:`Predictor.combine`."""
+        """Return a predictor's output ``(n, C)`` on a split, computed by :meth:`Predictor.combine`."""
         outputs = []
         for member in predictor.members:
             outputs.append((yield Forward(member.parameters, split, member.architecture)))

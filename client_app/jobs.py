@@ -25,7 +25,7 @@ class Jobs:
     Parameters
     ----------
     client : ClientHooks
-        The client whose requests are run.
+        The client that makes the requests.
     """
 
     def __init__(self, client: ClientHooks) -> None:

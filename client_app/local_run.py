@@ -1,4 +1,4 @@
-"""How a client handles a message: the method trains or evaluates, then Posy scores the model and protects the reply."""
+"""Handle a message on a client: the method trains or evaluates, then Posy scores the model and protects the reply."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -52,7 +52,7 @@ class LocalRun:
     config : mapping
         The message's config.
     masking : Masking, optional
-        The masks for the reply, in a run with secure aggregation.
+        The masks for the reply, if the run uses secure aggregation.
     """
 
     def __init__(self, jobs: Jobs, received: Arrays, config: Mapping[str, Any], masking: Masking | None = None) -> None:
@@ -62,7 +62,7 @@ class LocalRun:
         self.config = config
         self.masking = masking
         self.task = client.workspace.task
-        self._score_sums: dict[str, list[int] | None] = {}  # with secure aggregation, sums over the samples by key
+        self._score_sums: dict[str, list[int] | None] = {}  # sums over the samples, keyed by score; only with secure aggregation
         self.jobs.moments, self.jobs.samples_private = None, False
         client.round = int(config["server-round"])
         client.lr = float(config.get("lr", self.settings.train.lr))
@@ -284,7 +284,8 @@ class LocalRun:
         return values
 
     def _metrics(self, split: Split) -> list[str]:
-        """Return the names of the metrics to report on a split: all of them on test samples if the config says so."""
+        """Return the names of the metrics to report on a split: all metrics for test samples if the config requests
+        them."""
         size = self.task.num_classes
         if split == "test" and self.config.get(ALL_METRICS):
             return [metric.name for metric in metrics_for(self.task.target, size)]
@@ -301,8 +302,8 @@ class LocalRun:
     def _save(self, predictor: Predictor, point: str, file: str = "client") -> None:
         """Write a model with its settings and preprocessing to the folder ``save-models-to``, if the config names one.
 
-        ``client-<i>`` is the local model or, for a client without one, the served model. ``served-<i>`` is the served
-        model of a method whose ``point`` is ``served``.
+        ``client-<i>`` is the local model, or the served model if the client has no local model. ``served-<i>`` is the
+        served model of a method whose ``point`` is ``served``.
         """
         folder = self.config.get("save-models-to")
         if not folder:
@@ -328,8 +329,8 @@ class LocalRun:
         Raises
         ------
         StateError
-            If the message lacks an array that the client has not stored, as when the client has lost its state, or if
-            an array differs from its copy in an earlier message.
+            If the message lacks an array that the client has not stored, for example because the client lost its state.
+            Also if an array differs from the same array in an earlier message.
         """
         prefix, client = f"{self.method.sent_once}-", self.client
         if not self.method.sent_once:

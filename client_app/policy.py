@@ -182,14 +182,14 @@ def _rows(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
             f"test-fraction = {fraction:g}; the site keeps {policy.test_fraction:g} of its rows for tests",
         )
     if (folds := values["folds"]) not in (0, policy.folds):
-        reason = f"the site allows 0 and {policy.folds}" if policy.folds else "the site keeps one split of its rows"
+        reason = f"the site allows only 0 and {policy.folds}" if policy.folds else "the site keeps one split of its rows"
         yield Violation("folds", f"folds = {folds}; {reason}")
     for key in ("validation-fraction", f"{key_prefix(str(values['method']))}-validation"):
         if (fraction := values.get(key, 0)) not in (0, policy.validation_fraction):
-            reason = f"{key} = {fraction:g}; the site allows 0 and {policy.validation_fraction:g}"
+            reason = f"{key} = {fraction:g}; the site allows only 0 and {policy.validation_fraction:g}"
             yield Violation("validation-fraction", reason)
     if values["train-samples"]:
-        yield Violation("min-rows", f"train-samples = {values['train-samples']}; a run trains on all training rows")
+        yield Violation("min-rows", f"train-samples = {values['train-samples']}; a run must train on all training rows")
     if values["batch-size"] < policy.min_rows:
         yield Violation(
             "min-rows",
@@ -230,7 +230,7 @@ def _scores(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
     """Yield violations of the rules on scores."""
     if policy.metrics == "accuracy":
         target = TARGETS.get(values["task"], CLASSES)
-        # Of a regression, the loss already reveals the mean squared error.
+        # The loss of a regression already reveals the mean squared error.
         metrics = {CLASSES: (AUTO, "accuracy"), LABELS: ("accuracy",), VALUES: (AUTO, "rmse", "mae")}[target]
         for key, allowed in (("metric", metrics), ("all-metrics", (AUTO, "none"))):
             if values[key] not in allowed:
@@ -391,7 +391,7 @@ def pin_state(folder: Path, config: Mapping[str, Any]) -> None:
     file = folder / PINNED
     if file.exists():
         if read_json(file).get("settings") != digest:
-            raise PolicyError(Violation("state", "the state of this run name belongs to a run with other settings"))
+            raise PolicyError(Violation("state", "the state of this run name belongs to a run with different settings"))
         return
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_json(file, {"settings": digest})
@@ -437,9 +437,9 @@ def _budget(policy: Policy, context: Context) -> Iterator[Budget]:
 def limited_scores(policy: Policy, metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return metrics with rounded scores, unless the policy allows exact scores.
 
-    Rounded scores have at most two decimal places and three significant digits, and are capped at
-    :data:`LARGEST_LOSS`. The server chooses the model, so further digits of a large loss could reveal the exact score.
-    Errors of a regression, whose unit is arbitrary, have three significant digits.
+    Rounded scores have at most two decimal places and three significant digits, and are capped at :data:`LARGEST_LOSS`.
+    The server chooses the model, so further digits of a large loss could reveal the exact score. The unit of a
+    regression error is arbitrary, so these errors keep three significant digits.
     """
     if policy.scores == "exact":
         return dict(metrics)
@@ -515,7 +515,7 @@ def guarded(work: Callable[[Message, Context], Message]) -> Callable[[Message, C
                 if is_failure(error):
                     raise
                 raise method_error(error) from error
-            log(ERROR, "the node refuses a message: %s", error, exc_info=error)
+            log(ERROR, "the node has refused a message: %s", error, exc_info=error)
             audit.note(context, error=type(error).__name__)
             if isinstance(error, PolicyError):
                 audit.note(context, rule=error.violation.rule)
@@ -538,4 +538,4 @@ def shared_text(error: BaseException, min_rows: int = Policy.min_rows) -> str:
         return str(error)
     if isinstance(error, DataError):
         return error.shared(min_rows)
-    return f"{type(error).__name__} at {place_of(error, outside=False)}; the log of the node has the message"
+    return f"{type(error).__name__} at {place_of(error, outside=False)}; see the node's log for the message"

@@ -18,7 +18,7 @@ from posy.strategies.ppfe import PPFESettings, Stage, open_stage, plan_stages
 from posy.strategies.replies import Update
 
 FIRST_MASKED, LATER_MASKED = 0.3, 0.1
-"""Fractions of weights that the reduction `sparse` masks in the first personal stage and in later ones (App. A.3)."""
+"""Fractions of weights that the reduction `sparse` masks in the first personal stage and in later stages (App. A.3)."""
 
 
 class PPFEClient(PersonalClient):
@@ -96,10 +96,10 @@ class PPFEClient(PersonalClient):
             self.stored[f"personal-{next_stage.number}"] = next_stage.personal_part.take(next_model).clone()
 
     def reweighted(self, stage: Stage, model: Tensor) -> Steps[tuple[float, Tensor]]:
-        """Return β and the new sample weights for the ensemble of the earlier stages' models and a model of this stage.
+        """Return β and the new sample weights after a stage with this model.
 
-        Within this ensemble, the model's coefficient is computed from its own error. Its final coefficient β is
-        computed from the ensemble's error.
+        The ensemble contains the models of the earlier stages and ``model``. For this purpose, the coefficient of
+        ``model`` is computed from the model's own error. The final coefficient β is computed from the ensemble's error.
         """
         weights = self.stored.get("weights")
         if weights is None:
@@ -188,7 +188,7 @@ def boosting_losses(outputs: Tensor, y: Tensor, loss: str, target: str = CLASSES
     """Return the losses ℓ_i ``(n,)`` of samples, in [0, 1].
 
     A label counts as a binary class, and a sample's loss is the mean over its labels: with ``zero-one`` it is the
-    Hamming loss. For values, it is the mean absolute error divided by the largest one, as in AdaBoost.R2 (Drucker,
+    Hamming loss. For values, it is the mean absolute error divided by the largest error, as in AdaBoost.R2 (Drucker,
     1997).
 
     Parameters
@@ -198,7 +198,7 @@ def boosting_losses(outputs: Tensor, y: Tensor, loss: str, target: str = CLASSES
     y : Tensor
         Classes ``(n,)``, or labels or standardised values ``(n, C)``.
     loss : str
-        ``zero-one``, ``probability`` or ``cross-entropy``; without effect on values.
+        ``zero-one``, ``probability`` or ``cross-entropy``. The setting has no effect on values.
     target : str
         The target of the task (see :mod:`posy.metrics`).
     """

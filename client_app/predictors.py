@@ -1,4 +1,4 @@
-"""The models that a client predicts with: one network, or an ensemble."""
+"""A client's models for predictions: one network, or an ensemble."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,7 +53,7 @@ class Predictor:
         Parameters
         ----------
         outputs : sequence of Tensor or tuple of Tensor
-            The outputs of each member's network ``(n, C)``, alone or as the first of several outputs.
+            Each member's output ``(n, C)``, or a tuple of outputs of which it is the first.
         """
         rows = [output[0] if isinstance(output, tuple) else output for output in outputs]
         target = self.members[0].architecture.task.target
@@ -129,7 +129,7 @@ def loss_of(outputs: Tensor, y: Tensor, advice: str = "a smaller lr may help", t
 
 
 def predictions_of(outputs: Tensor, y: Tensor, task: Task, run: RunSettings) -> Predictions:
-    """Return predictions ``(n, C)`` of :meth:`Predictor.combine` in a form from which metrics are computed.
+    """Convert outputs ``(n, C)`` of :meth:`Predictor.combine` to predictions for computing metrics.
 
     ``y`` contains classes ``(n,)``, labels ``(n, C)``, or values ``(n, C)`` in their original unit.
     """

@@ -1,4 +1,4 @@
-"""The check of a run against a site's policy and data, and of the method against the required noise and masks."""
+"""Check a run against a site's policy and data, and the method against the required noise and masks."""
 
 from dataclasses import replace
 
@@ -13,8 +13,8 @@ from posy.strategies.client_settings import all_train_settings
 def check_run(workspace: Workspace) -> None:
     """Check a run against the policy and this site's data, and the method against the required noise and masks.
 
-    A node makes this check before every training round and evaluation, because a server could skip the query that a
-    node joins with.
+    A node makes this check before every training round and evaluation, because a server could skip the query with which
+    a node joins a run.
 
     Raises
     ------
@@ -33,7 +33,7 @@ def check_run(workspace: Workspace) -> None:
     has_classes = workspace.task.target == CLASSES
     counts = part.counts(dataset.y, workspace.task.num_classes)[0].tolist() if has_classes else []
     parameters = workspace.architecture.layout.size
-    for train in all_train_settings(settings.train):  # the server decides later which client the site is
+    for train in all_train_settings(settings.train):  # the server assigns the client index later
         of_client = replace(settings, train=train)
         if violations := size_violations(policy, of_client, len(part.train[0]), counts, parameters):
             raise PolicyError(violations[0])

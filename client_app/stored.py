@@ -23,7 +23,7 @@ FAR = 5.0
 
 
 class Prediction(NamedTuple):
-    """The predicted class, or the predicted labels, separated by commas, and the probabilities keyed by name."""
+    """The predicted class or comma-separated labels, and the probabilities, keyed by name."""
 
     label: str
     probabilities: dict[str, float]
@@ -37,7 +37,7 @@ class ClientModel(nn.Module):
     class_names : tuple of str
         The names of the C classes, labels or values, in the order of the outputs.
     client, round : int
-        The client and round that the model comes from.
+        The client that stored the model, and the round.
     site, chosen : str
         The client's name, which may be empty, and the method's choice for the client, such as the index of
         one of the server's models.
@@ -107,7 +107,7 @@ class ClientModel(nn.Module):
         return _outputs(self.members[0](x))[1]
 
     def prepare(self, samples: Iterable[Any]) -> Tensor:
-        """Return preprocessed samples ``(B, *input_shape)``. :class:`Preprocessing` lists the accepted kinds.
+        """Return preprocessed samples ``(B, *input_shape)``. :class:`Preprocessing` lists the accepted kinds of sample.
 
         Raises
         ------
@@ -147,7 +147,8 @@ class ClientModel(nn.Module):
 
     @torch.no_grad()
     def predict_all(self, samples: Iterable[Any]) -> list[Any]:
-        """Return a :class:`Prediction` for each sample; for a regression, its values in their unit, keyed by name."""
+        """Return a :class:`Prediction` for each sample or, for a regression, the values in their unit, keyed by
+        name."""
         inputs = list(samples)
         rows: list[list[float]] = []
         for first in range(0, len(inputs), EVALUATION_BATCH):

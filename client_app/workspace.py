@@ -127,7 +127,7 @@ class Workspace:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Fingerprint of a site's data and split. It changes if either changes."""
+        """Fingerprint of a site's data and split. It changes if the data or the split changes."""
         return fingerprint(self.dataset, self.partition)
 
     @cached_property
@@ -137,7 +137,7 @@ class Workspace:
 
     def preprocessing(self, client: int) -> str:
         """Return the preprocessing of a client's samples for the network, as JSON."""
-        part = self.part_of(client) if self.dataset.client_scales else 0  # otherwise it is the same for all clients
+        part = self.part_of(client) if self.dataset.client_scales else 0  # without client scales, all clients share it
         if part not in self._preprocessing:
             self._preprocessing[part] = Preprocessing.of(self.dataset, part).to_json()
         return self._preprocessing[part]
@@ -169,7 +169,7 @@ class Workspace:
         return 0 if self.of_sites else client
 
     def settings_of(self, client: int) -> Settings:
-        """Return the settings of a run for a client, which may have its own settings of local training."""
+        """Return the settings of a run for a client, which may have its own settings for local training."""
         if not self.settings.train.client_settings:
             return self.settings
         names = () if self.of_sites else self.partition.names

@@ -467,7 +467,7 @@ def plan_as_yaml(
     """Return a table file's content, with the tuned settings of each (variant, row) and the ``common`` settings."""
     content: dict[str, Any] = {**plan.content}
     content["title"] = f"{plan.title}, tuned"
-    # Keep a relative path relative, so that the tuned table contains no path of this machine.
+    # Keep a relative path relative, so that the tuned table contains no machine-specific path.
     content["output"] = f"{content.get('output', f'results/{plan.output.name}')}-tuned"
     content["settings"] = {**content.get("settings", {}), **common}
     content["runs"] = runs = [dict(entry) for entry in content["runs"]]

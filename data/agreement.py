@@ -41,7 +41,7 @@ from posy.settings import SettingsError, as_config
 
 MODES = {1: "L", 3: "RGB"}
 """Pillow's image mode by number of channels."""
-_MAX_SIZE = 1 << 28  # numbers in one sample
+_MAX_SIZE = 1 << 28  # maximum number of values in one sample
 _MAX_NAME = 300
 UNLIKE_MEAN, UNLIKE_SPREAD = 2.0, 10.0
 """Limits above which the server warns about a feature: the distance between a site's mean and the other sites' mean, in
@@ -59,13 +59,14 @@ class Description:
 
     ``kind`` and ``columns`` are as in :class:`posy.data.dataset.Content`. ``mean`` and ``squares``, float64 ``(F,)``,
     are empty if the samples are neither features nor time series, or if the settings specify the mean and the standard
-    deviation. So are ``value_mean`` and ``value_squares``, float64 ``(C,)``, unless the task is a regression.
+    deviation. ``value_mean`` and ``value_squares``, float64 ``(C,)``, are empty unless the task is a regression, and
+    the settings lack its mean or standard deviation.
     """
 
     kind: str
     shape: tuple[int, ...]  # of one sample, as in the setting input-shape
     fixed: bool  # False for image files and texts, which Posy can resize or truncate
-    classes: tuple[str, ...]  # names of classes, labels or values; empty if the settings name them
+    classes: tuple[str, ...]  # names of the classes, labels or values; empty if the settings name them
     count: int  # number of training samples from which mean and squares are computed
     mean: np.ndarray  # of each feature
     squares: np.ndarray  # sum of each feature's squared deviations from its mean
@@ -119,7 +120,7 @@ class Description:
             and all((array >= 0).all() for array in (squares, values[1]))
         )
         if not sensible:
-            raise DataError("its description of its data is implausible")
+            raise DataError("the description of its data is implausible")
         return cls(kind, shape, bool(answer["fixed"]), classes, count, mean, squares, columns, table, (), 0, *values)
 
 
@@ -291,8 +292,8 @@ def agreed(
     ------
     SettingsError
         If the user must decide: two kinds, shapes or sets of columns are equally common, a site's images would lose
-        their colours, or a class occurs at only one of several sites. Also if no site fits the settings, or all sites
-        together have only one class.
+        their colours, or a class occurs at only one of several sites. Also if no site fits the settings, or if all
+        sites together have only one class.
     """
     sites = _Sites(list(zip(names, descriptions, strict=True)))
     kind, shape = _agreed_form(sites, settings)
@@ -323,7 +324,7 @@ def _named_columns(settings: DataSettings, width: int) -> tuple[str, ...]:
 
 
 def _with_categories(sites: "_Sites", settings: DataSettings, columns: tuple[str, ...]) -> DataSettings:
-    """Return the settings with the names of the columns, and of the columns of categories.
+    """Return the settings with the names of all columns and of the columns that contain categories.
 
     Raises
     ------
@@ -354,7 +355,8 @@ def _with_scales(
 ) -> DataSettings:
     """Return the settings with the encoder, if the run needs one, and with the statistics of features and values.
 
-    Without ``pooled``, the descriptions provide the statistics, and the function warns about unlike features.
+    Without ``pooled``, the descriptions provide the statistics, and the function warns about features that differ
+    between sites.
     """
     needs_encoder = open_encoder(settings, settings.sample_kind)
     measured = [(name, _in_order(d, columns)) for name, d in sites.entries if d.mean.size]
@@ -477,7 +479,7 @@ def with_value_statistics(settings: DataSettings, moments: Sequence[Pooled]) -> 
 
 
 def statistics_count(settings: DataSettings) -> int:
-    """Return the number of features in a masked sum of statistics, 0 if the settings specify their scale."""
+    """Return the number of features in a masked sum of statistics, or 0 if the settings specify the scale."""
     kind = settings.sample_kind
     return shape_in(settings, kind)[-1] if open_statistics(settings, kind) else 0
 
@@ -486,7 +488,7 @@ def _value_moments(settings: DataSettings, descriptions: Sequence[Description]) 
     """Return the moments of the values at each site that describes all of them, in the run's order."""
     names, pools = names_in("classes", settings.classes), []
     for d in descriptions:
-        site_names = d.classes or names  # a site that receives the names describes its values in their order
+        site_names = d.classes or names  # a site that receives the names describes its values in the order of the names
         if len(site_names) == len(d.value_mean) > 0 and set(site_names) == set(names):
             order = [site_names.index(name) for name in names]
             pools.append(Pooled(1, {}, d.count, d.value_mean[order], d.value_squares[order]))
@@ -528,8 +530,8 @@ def unlike_features(sites: Sequence[tuple[str, Description]], columns: Sequence[
     compare = _pair_differences if len(sites) == 2 else _outliers
     warnings = compare(sites, means, variances, logs)
     return [
-        f"feature {columns[feature] if columns else feature}: {'; '.join(texts[:3])}{'; …' * (len(texts) > 3)}. Other "
-        "units, or codes for missing values?"
+        f"feature {columns[feature] if columns else feature}: {'; '.join(texts[:3])}{'; …' * (len(texts) > 3)}. Check "
+        "the units and the codes for missing values."
         for feature, texts in sorted(warnings.items())
     ][:MAX_UNLIKE]
 
@@ -616,7 +618,7 @@ class _Sites:
         return counts[0][0] if counts else ""
 
     def shape(self) -> str:
-        """Return the most common shape among the sites with a fixed shape, or among all sites if none has one."""
+        """Return the most common shape among the sites with a fixed shape, or among all sites if no shape is fixed."""
         deciding = _Sites([entry for entry in self.entries if entry[1].fixed] or self.entries)
         shape = deciding.most("input-shape", "have samples of different shapes", lambda d: shape_text(d.shape))
         channels = int(shape.split("x")[0]) if shape else 0
@@ -670,7 +672,7 @@ class _Sites:
             (first, a), (second, b) = (next((n, d) for n, d in named if set(d.columns) == s) for s, _ in sets[:2])
             raise SettingsError(
                 f"the columns of {second} differ from the columns of {first} ({difference(b.columns, a.columns)}), and "
-                "no majority of the sites has either: rename them, or set feature-names"
+                "neither has a majority of the sites: rename columns, or set feature-names"
             )
         return next(order for order, _ in orders.most_common() if set(order) == sets[0][0])
 
@@ -703,8 +705,8 @@ def check_common(classes: Mapping[str, int], sites: int) -> None:
 def _alone(labels: str, classes: Iterable[str]) -> SettingsError:
     """Return the error for labels that only one site has."""
     return SettingsError(
-        f"classes that only one site has: {labels}. Sites may name one class differently, and classes is not set: "
-        f"rename the class at the site, or confirm all with classes={_listed(sorted_names(set(classes)))!r}"
+        f"classes that only one site has: {labels}. Sites may have different names for the same class, and classes is not set:  "
+        f"rename the class at the site, or confirm all classes with classes={_listed(sorted_names(set(classes)))!r}"
     )
 
 

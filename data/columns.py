@@ -17,23 +17,24 @@ _SHOWN = 20  # maximum number of column names that a message lists
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns named in the settings, and the format of their cells. :func:`roles` infers all other columns."""
+    """The columns named in the settings, and the format of their cells. :func:`roles` infers the roles of other
+    columns."""
 
     label: str = ""
     inputs: tuple[str, ...] = ()
     group: str = ""
     split: str = ""
-    """The column whose rows with the same value stay in one split. It is never an input or the label."""
+    """Rows with the same value in this column stay in the same split. The column is never an input or the label."""
     offered: tuple[str, ...] | None = None
     """The columns that the site's policy offers as inputs, or None without a policy. With a policy, Posy looks for the
     label outside these columns, whichever columns the run uses, so a run cannot choose the label."""
     categories: tuple[str, ...] = ()
-    """Columns of categories, even if all of their values are numbers."""
+    """Columns that contain categories, even if all of their values are numbers."""
     imputes: bool = False
     """Whether missing values are allowed in the input columns."""
     separator: str = "auto"
     decimal: str = "auto"
-    """The settings of these names."""
+    """The settings with the same names."""
     target: str = CLASSES
     """The target in :mod:`posy.metrics`."""
     more_labels: tuple[str, ...] = ()
@@ -180,7 +181,7 @@ def _check_named(header: Sequence[str], columns: Columns, where: str) -> None:
                 name,
             )
         if other := [key2 for key2, name2 in named if name2 == name and key2 != key]:
-            raise DataError(f"{where}: the column {name!r} is named by {key} and by {other[0]}; name it in one of them")
+            raise DataError(f"{where}: the column {name!r} is named by {key} and by {other[0]}; name it in only one of them")
 
 
 def _label(header: Sequence[str], columns: Columns, free: Sequence[int], coded: Sequence[int]) -> tuple[int, list[str]]:
@@ -195,12 +196,12 @@ def _label(header: Sequence[str], columns: Columns, free: Sequence[int], coded: 
     likely = likely or [index for index in eligible if index in coded]
     if len(likely) == 1:
         return likely[0], []
-    return eligible[-1], [Note(f"no column is named label; Posy uses the last one, {header[eligible[-1]]}")]
+    return eligible[-1], [Note(f"no column is named label; Posy uses the last column, {header[eligible[-1]]}")]
 
 
 def name_notes(names: Sequence[str], header: Sequence[str]) -> list[str]:
     """Return notes on possible mistakes in the feature names."""
-    notes = [Note(f"column {1 + header.index('')} has no name and is a feature")] if "" in names else []
+    notes = [Note(f"column {1 + header.index('')} has no name; Posy uses it as a feature")] if "" in names else []
     return [*notes, *(Note(f"columns with nearly equal names: {', '.join(twins)}") for twins in nearly_equal(names))]
 
 

@@ -45,7 +45,7 @@ class Dataset:
     std: np.ndarray
     groups: np.ndarray | None = None  # (N,) int64 natural group of each sample: writer, user, medical centre
     group_names: tuple[str, ...] = ()  # indexed by group number; empty if the groups have no names
-    split_groups: np.ndarray | None = None  # (N,) int64 group whose samples of a client stay in one split: patient
+    split_groups: np.ndarray | None = None  # (N,) int64 group, such as a patient; its samples at a client stay in one split
     is_test: np.ndarray | None = None  # (N,) bool: whether a sample belongs to the supplied test set, if any
     given: Indices | None = None  # set if the data is already partitioned
     notes: tuple[str, ...] = ()  # one-sentence warnings about the data
@@ -140,11 +140,10 @@ def make_dataset(
     """Build a :class:`Dataset` from its samples, its labels and the parts of its :class:`Task`.
 
     uint8 pixels are scaled to [-1, 1], so that learning curves are comparable with PFLlib's. Other pixels and tokens do
-    not change.
-    ``scale`` is the mean and the standard deviation of the features; without it, :func:`fitted` computes them.
-    ``text_length`` is the number of tokens per text after :func:`fitted`. ``sample_kind`` is as in :class:`Content`.
-    ``target`` contains the last fields of :class:`Task`, from its target on. ``attributes`` are passed to
-    :class:`Dataset`.
+    not change. ``scale`` is the mean and the standard deviation of the features; without it, :func:`fitted` computes
+    them. ``text_length`` is the number of tokens per text after :func:`fitted`. ``sample_kind`` is as in
+    :class:`Content`. ``target`` contains the fields of :class:`Task` from ``target`` onwards. ``attributes`` are passed
+    to :class:`Dataset`.
     """
     shape: tuple[int, ...] = x.shape[1:] or (text_length,)
     kind = TASK_KINDS[sample_kind]
@@ -173,9 +172,9 @@ def fitted(
 ) -> Dataset:
     """Return the data set with statistics and a vocabulary derived from training samples alone.
 
-    The mean and the standard deviation of each feature, and of each value of a regression, are taken over the training
-    samples of all clients. A constant feature is only centred. Texts become tokens, with one token for each of the
-    ``max_words`` most frequent words in the training texts. Images and tokens need no statistics.
+    The mean and the standard deviation of each feature, and of each value of a regression, are computed over the
+    training samples of all clients. A constant feature is only centred. Texts become tokens, with one token for each of
+    the ``max_words`` most frequent words in the training texts. Images and tokens need no statistics.
 
     Parameters
     ----------
@@ -186,8 +185,8 @@ def fitted(
     max_words : int
         Maximum number of words in the vocabulary.
     scaling, protocol : str
-        The settings of these names. With ``scaling = client``, each client's training samples determine the mean and
-        the standard deviation of its features.
+        The settings with the same names. With ``scaling = client``, each client's training samples determine the mean
+        and the standard deviation of its features.
     imputes : bool
         Whether the rows of tables are encoded even if they have no categories, so that missing values are allowed.
     min_rows : int
@@ -232,7 +231,7 @@ def _client_scale(dataset: Dataset, rows: np.ndarray, protocol: str) -> tuple[np
 
 
 def _encoded(dataset: Dataset, rows: np.ndarray, *, imputes: bool, min_rows: int) -> Dataset:
-    """Return a data set whose samples are encoded with an encoder from some rows of its table."""
+    """Return a data set encoded with an encoder that is derived from some rows of its table."""
     facts, mean, squares = table_facts(dataset.x, dataset.categories, rows, min_rows)
     total = Moments(len(rows), np.array(facts.present), mean, squares)
     encoder = make_encoder(dataset.columns, [facts], total, imputes=imputes)

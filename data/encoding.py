@@ -1,9 +1,9 @@
 """Encode the rows of a table: impute missing values, and encode categories as one-hot columns.
 
 An :class:`Encoder` contains only statistics of the federation. All clients use the same encoder, so they produce the
-same columns. A category, the missing values of a column, or its rare values together, get a one-hot column only if
-enough training rows have them, either at one site or, without sites, among all training samples. Other rare values, and
-values that do not occur in training, have zeros in all one-hot columns of their column.
+same columns. A one-hot column represents a category, the missing values of a column, or its rare values together. It
+exists only if enough training rows have such a value, either at one site or, without sites, among all training samples.
+Other rare values, and values that do not occur in training, have zeros in all one-hot columns of their column.
 """
 
 import json
@@ -20,7 +20,7 @@ from posy.data.values import deviation, moments
 from posy.settings import SettingsError
 
 MAX_NAME, MAX_CATEGORIES = 300, 1000
-"""Maximum number of characters in the name of a category, and of categories in a column."""
+"""Maximum numbers of characters in the name of a category, and of categories in a column."""
 NO_ENCODER = "none"
 """The value of the setting `encoder` for a run whose sites have no tables."""
 NUMBER, CATEGORY, EMPTY = "number", "category", ""
@@ -77,7 +77,7 @@ class EncodedColumn:
 
 @dataclass(frozen=True)
 class Encoder:
-    """The encoding of the rows of a table, equal at all clients."""
+    """The encoding of a table's rows. All clients use the same encoding."""
 
     columns: tuple[EncodedColumn, ...]
 
@@ -152,14 +152,14 @@ class Encoder:
             valid = False
         if not valid:
             raise SettingsError(
-                f"encoder = {text!r:.100}: not an encoder in the format that Posy stores; remove the setting, and the "
-                "sites agree on an encoder"
+                f"encoder = {text!r:.100}: not an encoder in the format that Posy stores; remove the setting, so "
+            "that the sites agree on an encoder"
             )
         return encoder
 
 
 def encoder_in(encoder: str) -> Encoder | None:
-    """Return the encoder in the setting `encoder`, if any, or raise :class:`SettingsError` for a malformed one."""
+    """Return the encoder in the setting `encoder`, if any, or raise :class:`SettingsError` for a malformed encoder."""
     return Encoder.from_json(encoder) if encoder not in ("", NO_ENCODER) else None
 
 
@@ -194,7 +194,8 @@ def _is_valid(column: EncodedColumn) -> bool:
 
 @dataclass(frozen=True)
 class TableFacts:
-    """Facts about the training rows of a table that a site sends, or of all training samples. Each has K entries.
+    """Facts about a site's training rows, or about all training samples. Each field has one entry for each of K
+    columns.
 
     A number of rows below the minimum is never part of the facts. If a column has too few values, its facts are those
     of an empty column. If it has too few missing values, it counts as complete.
@@ -231,7 +232,7 @@ class TableFacts:
             and all(len(part) <= MAX_CATEGORIES for part in facts.categories)
         )
         if not valid:
-            raise ValueError("the facts about its table are implausible")
+            raise ValueError("the facts about the table are implausible")
         return facts
 
     @classmethod
@@ -241,7 +242,7 @@ class TableFacts:
         return cls((NUMBER,) * columns, (rows,) * columns, flags, flags, ((),) * columns)
 
     def kinds_only(self) -> "TableFacts":
-        """Return the facts without anything but the kinds of the columns."""
+        """Return the facts with only the kinds of the columns."""
         columns = len(self.kinds)
         return replace(self.of_numbers(columns, 0), kinds=self.kinds)
 
@@ -252,7 +253,7 @@ class TableFacts:
 
 @dataclass(frozen=True)
 class Moments:
-    """The number of rows, and of each column's values ``(K,)``, with their mean and sum of squared deviations."""
+    """The number of rows, and each column's number of values, mean and sum of squared deviations ``(K,)``."""
 
     rows: int
     count: np.ndarray

@@ -50,11 +50,12 @@ class DataError(ValueError):
         column = f", column {self.column}" if self.column else ""
         counted = str(self.count) if self.count >= min_rows else f"below {min_rows}"
         count = f", count {counted}" if self.count else ""
-        return f"{CODES[self.code]} ({self.code}{column}{count}); the log of the node has the details"
+        return f"{CODES[self.code]} ({self.code}{column}{count}); see the node's log for details"
 
 
 class Note(str):
-    """A warning about data. ``shared`` is the text that other machines receive, or empty if they receive none."""
+    """A warning about data. ``shared`` is the text that other machines receive; if it is empty, they receive
+    nothing."""
 
     __slots__ = ("shared",)
     shared: str

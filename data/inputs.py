@@ -125,7 +125,7 @@ class Preprocessing:
         return "texts" if self.sample_kind == "text" else f"at most {shape[0]} tokens (word indices)"
 
     def _refused(self, description: str) -> DataError:
-        return DataError(f"{description}; the model takes {self.describe()}")
+        return DataError(f"{description}; the model expects {self.describe()}")
 
     def _pixels(self, sample: Any) -> np.ndarray:
         channels, height, width = self.task.input_shape

@@ -52,8 +52,8 @@ def as_labels(y: np.ndarray, where: str) -> np.ndarray:
     Raises
     ------
     DataError
-        If there is not exactly one label per sample. Also if a label is empty or NaN, has a fraction, or is a float
-        that its type cannot distinguish from the next whole number.
+        If there is not exactly one label per sample. Also if a label is empty or NaN, has a fractional part, or is a
+        float that its type cannot distinguish from the next whole number.
     """
     y = np.asarray(y)
     if y.ndim > 1 and y.size == len(y):
@@ -197,8 +197,8 @@ def label_notes(y: np.ndarray, names: Sequence[str], is_test: np.ndarray | None 
     if len(y) >= 20 and 2 * len(names) > len(y):
         notes.append(
             Note(
-                f"{len(y)} samples have {len(names)} different labels, which might not be names of classes",
-                "more than half of the labels differ; they might not be names of classes",
+                f"{len(y)} samples have {len(names)} different labels, which might not be class names",
+                "more than half of the labels differ; they might not be class names",
             )
         )
     return notes

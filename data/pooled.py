@@ -54,7 +54,8 @@ class Pooled:
         return Moments(self.count, self.present, self.mean, self.squares)
 
     def divided(self, features: int) -> "tuple[Pooled, Pooled]":
-        """Return the statistics of the first ``features`` numbers, and of the others, a regression's values."""
+        """Return the statistics of the first ``features`` numbers, and of the remaining numbers (the regression
+        targets)."""
         parts = ((self.mean[part], self.squares[part]) for part in (slice(features), slice(features, None)))
         first, second = (replace(self, mean=mean, squares=squares) for mean, squares in parts)
         return first, second
@@ -97,15 +98,15 @@ def numbers_of(
 
 
 def count_of(features: int, values: int = 0, *, classes: bool, table: bool = False) -> int:
-    """Return the length of the list that :func:`numbers_of` returns for features, and for a regression's values."""
+    """Return the length of the list that :func:`numbers_of` returns for features and regression targets."""
     numbers = 2 + (features + values) * (SUM_WORDS + SQUARE_WORDS) + features * table
     return numbers + (CELLS * _CELL_WORDS if classes or table else 0)
 
 
 def pooled(sums: Sequence[int], features: int, values: int = 0, *, classes: bool, table: bool = False) -> Pooled:
-    """Return the statistics over all sites from the sums of their numbers; the values follow the features.
+    """Return the statistics over all sites from the element-wise sums of the sites' numbers (:func:`numbers_of`).
 
-    The arithmetic is exact, so no digits are lost to cancellation, even if a mean is far larger than the deviation.
+    The regression targets come after the features. The arithmetic is exact, so no digits are lost to cancellation, even if a mean is far larger than the deviation.
 
     Raises
     ------
@@ -164,7 +165,7 @@ def _signed(sums: Sequence[int]) -> int:
 
 
 def _fact_names(table: TableFacts | None) -> list[str]:
-    """Return the facts about a table, except for numbers of rows, as names that cannot be labels."""
+    """Return all facts about a table except the row counts, encoded as names that cannot be labels."""
     if table is None:
         return []
     names = []

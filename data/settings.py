@@ -179,8 +179,8 @@ class DataSettings:
     )
     split_column: str = setting(
         "",
-        "tables: name of a column that identifies the patient, or another unit with several rows: all rows of a "
-        "client's patient are in the same split, and the column is not a feature; sites use the column in their policy",
+        "tables: name of a column that identifies the patient, or another unit with several rows: all rows of "
+        "a patient at a client are in the same split, and the column is not a feature; sites use the column in their policy",
         needs="partition = natural | file",
         synonyms=("patient-column", "split-groups", "subject-column"),
         samples="table",
@@ -255,7 +255,7 @@ class DataSettings:
     )
     image_size: int = setting(
         0,
-        "height and width that image files are resized to; 0: the size of the images, or 64 if their sizes differ",
+        "height and width of resized image files; 0: the size of the images, or 64 if their sizes differ",
         minimum=0,
         maximum=4096,
         needs="dataset != sites",
@@ -310,12 +310,12 @@ class DataSettings:
     )
     target_mean: str = setting(
         "",
-        "sites, regression: mean that is subtracted from each value, as feature-mean; empty: the mean over all sites",
+        "sites, regression: mean that is subtracted from each value, as in feature-mean; empty: the mean over all sites",
         needs="dataset = sites and task = regression",
     )
     target_std: str = setting(
         "",
-        "sites, regression: divisor for each value, as feature-std; empty: the standard deviation over all sites",
+        "sites, regression: divisor for each value, as in feature-std; empty: the standard deviation over all sites",
         needs="dataset = sites and task = regression",
     )
     feature_names: str = setting(
@@ -340,7 +340,8 @@ class DataSettings:
 
     @property
     def target(self) -> str:
-        """The target in :mod:`posy.metrics`: of the setting ``task``, of the published data set, or classes."""
+        """The target in :mod:`posy.metrics`: from the setting ``task``, else from the published data set, else
+        classes."""
         if self.task in TARGETS:
             return TARGETS[self.task]
         return DATASETS[self.dataset].target if self.dataset in DATASETS else CLASSES

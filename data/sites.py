@@ -190,7 +190,8 @@ def site_split(content: Content, settings: DataSettings, policy: Policy) -> tupl
     Raises
     ------
     DataError
-        If no row is left for training, or if a run with folds finds a supplied test set or folds with few rows.
+        If no row is left for training, or if a run uses folds, and the data has a supplied test set or a fold has too
+        few rows.
     """
     rows = np.arange(len(content.labels))
     if content.is_test is not None:
@@ -279,7 +280,7 @@ def _far_notes(
     notes = []
     for feature in np.flatnonzero(distances > UNLIKE_MEAN)[:MAX_UNLIKE]:
         start = f"feature {columns[feature] if columns else feature}: the mean of this site is "
-        end = " from the mean of the run; other units?"
+        end = " from the mean of the run; check the units"
         distance = f"{distances[feature]:.2g} standard deviations" if len(train) >= min_rows else "far"
         notes.append(Note(start + distance + end, f"{start}far{end}"))
     return notes

@@ -78,7 +78,8 @@ def split_folds(
 
     The folds of a generator's state differ only in ``fold``: each sample of a client with two or more groups is set
     aside in exactly one fold. With labels, the folds divide the samples of each class evenly. A client with fewer
-    groups than folds has folds with nothing set aside. The sample of a client with a single group is never set aside.
+    groups than folds has folds in which nothing is set aside. The sample of a client with a single group is never set
+    aside.
     """
     pairs = []
     for part in parts:
@@ -121,8 +122,8 @@ def _order(strata: np.ndarray) -> np.ndarray:
 def _fold_numbers(groups: _Groups, order: np.ndarray) -> np.ndarray:
     """Return the fold of each group, ``(G,)`` int64 from 0. The folds are filled in the given order in case of ties.
 
-    The groups of a stratum, largest first, go to the fold with the fewest samples of the stratum, then with the fewest
-    samples.
+    In a stratum, the largest groups come first. Each group goes to the fold with the fewest samples of the stratum or,
+    in case of a tie, with the fewest samples.
     """
     numbers = np.empty(len(groups.sizes), np.int64)
     totals = np.zeros(len(order), np.int64)

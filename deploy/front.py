@@ -57,7 +57,7 @@ class Runs:
 
     def __init__(self) -> None:
         self.ask: Callable[[Any, None], object] | None = None
-        """Flower's handler for ``GetRun``, which raises an error with a code if the run is not active."""
+        """Flower's handler for ``GetRun``, which raises an exception with an error code if the run is not active."""
         self.node = 0
         """Id of the node that made the last call. Posy calls the handler on behalf of this node."""
         self._seen: dict[int, float] = {}

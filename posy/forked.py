@@ -58,7 +58,7 @@ class WorkerDiedError(RuntimeError):
 
 
 class Parcel(NamedTuple):
-    """Arrays, and a head with all other data, which can be any picklable object."""
+    """A list of arrays, and a picklable object (the head) that contains all other data."""
 
     head: Any
     arrays: Sequence[Array]

@@ -54,7 +54,8 @@ def f1_scores(hits: Array, predicted: Array, actual: Array, *, micro: bool) -> d
     hits, predicted, actual : numpy.ndarray, (..., C)
         Numbers of correctly predicted, of predicted and of actual samples of each class or label.
     micro : bool
-        Whether the scores are for labels. Labels also have a micro average, and absent labels count as 0.
+        Whether the scores are for labels. Labels also get a micro average, and a label without samples and
+        predictions has a score of 0.
     """
     sums = np.asarray(predicted + actual, np.float64)
     scores = ratio(2.0 * hits, sums, absent=0.0)

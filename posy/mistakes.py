@@ -53,7 +53,7 @@ def method_error(error: Exception) -> MethodError:
 
 
 def raise_mistake(client: int, error: Error) -> None:
-    """Raise the mistake that a client in a simulation reports; do nothing for any other error."""
+    """Raise :class:`MethodError` if a simulated client reports an exception in the method's code; else do nothing."""
     reason = str(error.reason or "")
     if in_simulation() and MethodError.__name__ in reason and TRACEBACK in reason:
         _, _, text = reason.rpartition(MethodError.__name__)

@@ -108,7 +108,7 @@ class Recorded:
         return dict(sorted(curves.items()))
 
     def vectors(self) -> dict[str, list[tuple[int, Sequence[float]]]]:
-        """Return the method's quantities that are lists of numbers; each list comes with its round."""
+        """Return the method's list-valued quantities, keyed by name, as (round, list) pairs."""
         quantities: dict[str, list[tuple[int, Sequence[float]]]] = {}
         for row in self.rounds:
             for key, value in row.items():

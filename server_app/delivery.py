@@ -174,7 +174,7 @@ class PollingGrid(WaveGrid):
         return delay
 
     def _read(self, deliveries: Collection[Delivery]) -> float:
-        """Request and record replies to messages, copies and pings once, and return the delay of a slow request."""
+        """Poll once for replies to messages, their copies and pings; record them, and return a slow request's delay."""
         awaited = {delivery.number: delivery for delivery in deliveries if delivery.number}
         questions = {number: delivery for delivery in deliveries for number in delivery.questions}
         if not awaited and not questions:

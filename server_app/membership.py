@@ -39,7 +39,7 @@ class Membership:
         self.records: dict[int, ClientInfo] = {}
         """Every client that has taken part, with its latest answer."""
         self.begun = False
-        """Whether the run has begun. Until then, it is an error if two names claim one client."""
+        """Whether the run has begun. Until then, it is an error if two names claim the same client."""
         self._nodes = nodes
         self._num_clients = data.num_clients
         self._of_sites = data.dataset == SITES

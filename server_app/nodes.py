@@ -25,7 +25,7 @@ ASK_SECONDS = 60.0
 MAX_REASON = 500
 """Maximum number of characters in the reason for a node's exclusion."""
 MAX_EXCLUDED = 200
-"""Maximum number of pairs of name and reason whose exclusions are counted separately; all others share one count."""
+"""Maximum number of (name, reason) pairs whose exclusions are counted separately; all other pairs share one count."""
 
 
 @dataclass

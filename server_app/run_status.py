@@ -100,7 +100,7 @@ class RunStatus:
         self._change()
 
     def sent(self, messages: Sequence[Message], numbers: Sequence[str]) -> None:
-        """Record messages and the ids that the SuperLink gave them, and count copies of earlier messages."""
+        """Record messages and the ids that the SuperLink assigned to them, and count resent messages."""
         sent_at = time.time()
         for message, number in zip(messages, numbers, strict=False):
             metadata = message.metadata

@@ -141,7 +141,7 @@ def _to_the_minimum_of_the_face(a: Float64, point: Float64, box: Box) -> Float64
 
 
 def _gap(a: Float64, point: Float64, box: Box) -> float:
-    """Return half the largest descent of the linearised objective, a bound on the excess over the minimum."""
+    """Return half the largest decrease of the linearised objective, which bounds the excess over the minimum."""
     w, lower, upper = box
     gradient = (a @ point) / w
     order = np.argsort(gradient)

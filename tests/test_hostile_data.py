@@ -586,8 +586,8 @@ def test_damaged_npz_is_read_correctly_or_rejected(data, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"x,label\n1,a\n2,b\0\n", "line 3 holds a NUL byte"),
-        (bytes(100_000), "line 1 holds a NUL byte"),
+        (b"x,label\n1,a\n2,b\0\n", "line 3 contains a NUL byte"),
+        (bytes(100_000), "line 1 contains a NUL byte"),
         (b'x,label\n"' + b"a" * 200_000, "field larger than field limit"),
         (b"x,label\n" + b"1," * 200_000, "row 2 has 200001 columns"),
         (b"\xff\xfex\0,\0l\0", "utf-8"),

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Samples(NamedTuple):
-    """Samples on the training device: inputs ``(n, ...)`` and targets, ``(n,)`` classes or ``(n, C)``."""
+    """Samples on the training device: inputs ``(n, ...)``, and targets, ``(n,)`` for classes or ``(n, C)``."""
 
     x: Tensor
     y: Tensor
@@ -269,7 +269,7 @@ def _draw_numbers(
     """
     tables = []
     for source, counts, is_sample in zip(sources, sizes.astype(int), mask.unbind(1), strict=True):
-        if source is None:  # then all sources are None
+        if source is None:  # if one source is None, all are
             return None
         numbers = source.numbers(counts[counts > 0].tolist())
         tables.append(torch.zeros(*is_sample.shape, numbers.shape[1]))
@@ -278,5 +278,5 @@ def _draw_numbers(
 
 
 def _not_none(value: T | None) -> T:
-    assert value is not None  # all jobs of one kind have it
+    assert value is not None  # jobs of the same kind have a value or all lack it
     return value

@@ -90,7 +90,7 @@ def criterion_of(loss: str, target: str = CLASSES, delta: float = 1.0) -> Criter
     except SettingsError:
         raise
     except Exception as error:  # custom code may raise anything
-        raise SettingsError(f"{setting}: it has raised {format_error(error)}") from error
+        raise SettingsError(f"{setting}: it raised {format_error(error)}") from error
     return criterion
 
 

@@ -39,9 +39,9 @@ class MetaGradient:
     """The gradient of the loss after one step of adaptation (Per-FedAvg, Fallah et al., 2020, Eqs. 5, 7 and Section 5).
 
     Each mini-batch is divided into a part for the adaptation, a part for the loss after adaptation, and a third part
-    for the product with the Hessian. Without ``hessian``, the product is omitted (FO). Otherwise, it is the
-    difference of the gradients at two points, displaced by ± ``hessian`` times the outer gradient, divided by
-    2 ``hessian`` (HF). Clipping, weight decay and the optimiser act on the meta-gradient. Adaptation is a plain step.
+    for the product with the Hessian. Without ``hessian``, the product is omitted (FO). Otherwise, it is the difference
+    of the gradients at two points, displaced by ± ``hessian`` times the outer gradient, divided by 2 ``hessian`` (HF).
+    Clipping, weight decay and the optimiser act on the meta-gradient. The adaptation is a plain gradient step.
     """
 
     regularises: ClassVar[bool] = False
@@ -180,7 +180,7 @@ def frozen_statistics(models: Models) -> Iterator[None]:
 
 
 def leading(tensors: list[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """Return the leading rows of stacked tensors: as many as ``like`` has, one for each client still in training."""
+    """Return the leading rows of stacked tensors, one for each client still in training, as in ``like``."""
     if not tensors or tensors[0].shape == like[0].shape:
         return tensors
     return [tensor[: len(like[0])] for tensor in tensors]

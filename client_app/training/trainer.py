@@ -81,8 +81,8 @@ class Trainer:
     def stacks(self, network: Network, models: int, work: Train | None = None) -> bool:
         """Return whether models are trained as one stacked computation.
 
-        The setting ``stack`` decides. `auto` stacks on a GPU. On a CPU, it stacks only small networks without
-        convolutions, which spend more time on call overhead than on arithmetic.
+        The setting ``stack`` determines the result. `auto` stacks models on a GPU. On a CPU, it stacks only small
+        networks without convolutions, because these spend more time on call overhead than on arithmetic.
 
         Parameters
         ----------
@@ -105,8 +105,8 @@ class Trainer:
     def together(self, network: Network, clients: int) -> int:
         """Return the number of clients in a stack. On a CPU, larger stacks would not be faster.
 
-        On a CPU, more than two clients form at least two stacks, so that two cores have work. The stack size must not
-        depend on the number of cores, because stacks of different sizes round differently.
+        On a CPU, more than two clients form at least two stacks, so that two cores can work in parallel. The stack size
+        must not depend on the number of cores, because stacks of different sizes round differently.
         """
         limit = self.capacity(network)
         if self.device.type == "cuda":
@@ -116,7 +116,7 @@ class Trainer:
     def capacity(self, network: Network) -> int:
         """Return how many models of a network fit into memory at the same time.
 
-        The estimate covers parameters, gradients, momentum, anchor and result, and as much memory again for
+        The estimate covers parameters, gradients, momentum, anchor and result, and the same amount of memory for
         activations.
         """
         free_bytes = STACK_BYTES
@@ -176,7 +176,7 @@ class Trainer:
         for row, (index, *trained) in enumerate(zip(order, *values_by_job, strict=True)):
             results[index] = Trained(*trained)._replace(steps=shares[index].steps)
             if not finite_rows[row]:
-                # Without the loss, the message is the same for all clients, so the server logs it once per round.
+                # The message omits the loss, so it is the same for all clients, and the server logs it once per round.
                 results[index] = TrainingDivergedError(
                     "training diverged: the model or its loss is NaN or infinite; "
                     f"{advice_on_divergence(self.settings, jobs[index].lr)}"

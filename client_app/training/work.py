@@ -127,7 +127,7 @@ class Models(Protocol):
         """Return the L2 norms ``(P, K)`` of the models' gradients."""
 
     def resized(self, gradients: Sequence[Tensor], norm: float, *, enlarge: bool = False) -> list[Tensor]:
-        """Scale each model's gradient down to at most this L2 norm or, with ``enlarge``, to exactly this norm."""
+        """Scale each model's gradient to an L2 norm of at most ``norm`` or, with ``enlarge``, of exactly ``norm``."""
 
     def of_model(self, tensors: Sequence[Tensor], number: int) -> list[Tensor]:
         """Return the tensors of one of the K models of each client."""
@@ -240,7 +240,7 @@ class Moments:
     """State of an optimiser between rounds: number of steps, mean of the gradients and mean of their squares.
 
     Both means have the shape of the trained parameters, ``(d,)`` or ``(K, d)``, and are None before the first step. SGD
-    has no mean of squares. Training replaces the state if its result is finite.
+    has no mean of squares. Training replaces the state only if the result is finite.
     """
 
     steps: int = 0

@@ -54,7 +54,7 @@ class Comparison:
         """The command-line settings that affect the results."""
         self.plans: dict[str, Plan] = {}
         if item.has_runs or item.counts_classes:
-            # A page shows all items. A setting that affects one may have no effect in another, so do not reject it.
+            # A page shows all items. A setting that affects one item may have no effect on another, so do not reject it.
             self.plans = {scale: item.plan(scale, overrides, folder, strict=False) for scale in item.scales}
         for plan in self.plans.values() if item.has_runs else ():
             restore_runs(plan)
@@ -228,7 +228,7 @@ class Comparison:
         command = f"`posy paper {self.item.paper} {self.item.name}{options}`"
         available = any(_dataset(cell) == dataset for _, cells in self.cells.values() for cell in cells)
         if available and not weights:
-            return f"{command} needs only time, because the data is available"
+            return f"{command} only takes time: the data is available"
         if dataset not in WANTED:
             return f"Run {command}"
         return f"{command} needs {dataset} in data-dir ({WANTED[dataset]})" + (

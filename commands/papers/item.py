@@ -362,7 +362,7 @@ def _archives(results: Path) -> list[Path]:
 
 
 def _matching(cells: Iterable[Cell], folders: Iterable[Path]) -> Iterator[tuple[Cell, dict[str, Any]]]:
-    """Yield each cell with the archived line of a run that has the same settings, under any name."""
+    """Yield each cell with the archived line of a run that has the same settings, whatever the run's name."""
     cells_by_settings: dict[frozenset[tuple[str, Scalar]], list[Cell]] = {}
     defaults: dict[str, dict[str, Scalar]] = {}
     for cell in cells:

@@ -161,7 +161,7 @@ def _section(paper: str, comparison: Comparison, pictures: Sequence[str]) -> lis
             f"`posy paper {paper} {item.name} --scale {scale}{_more_seeds(comparison, scale)}{overrides}`"
             for scale in scales
         )
-        run_time = f" ({duration(_seconds(comparison))} of runs)" if comparison.cells else ""
+        run_time = f" ({duration(_seconds(comparison))}  of run time)" if comparison.cells else ""
         measures = f"{'; '.join(item.measures)}{_points(comparison)}"
         parts.append(_filled(f"Command: {command}{run_time}. Measured: {measures}.{_seeds(comparison)}"))
         for scale in comparison.scales:

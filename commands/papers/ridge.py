@@ -134,9 +134,9 @@ def average(weights: Array) -> Array:
 
 
 def personalise(gram: Array, moment: Array, penalty: float) -> Array:
-    """Return the clients' weights ``(K, d)`` that minimise Eq. 6, with ``penalty`` on their deviation.
+    """Return the clients' weights ``(K, d)`` that minimise Eq. 6.
 
-    The deviation is the difference from the shared weights, which are the mean of the clients' weights. Rounds of exact
+    ``penalty`` is the coefficient of their deviation, which is the difference from the shared weights, which are the mean of the clients' weights. Rounds of exact
     local training and averaging converge to these shared weights.
     """
     inverse = _inverse(gram, penalty)

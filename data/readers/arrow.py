@@ -122,7 +122,7 @@ def read_hub(name: str, columns: Columns, size: tuple[int, int] | None, download
     repository, config = match[1], match[2]
     if Path(repository).exists():
         raise DataError(
-            f"{where}: there is a folder {repository} here, which the library would read; start Posy elsewhere"
+            f"{where}: the working directory contains a folder {repository}, which the library would read; start Posy elsewhere"
         )
     try:
         if download:
@@ -254,11 +254,11 @@ def _features(rows: _Rows, inputs: Sequence[str]) -> tuple[np.ndarray, list[str]
 
 
 def _check_numbers(rows: _Rows, name: str, values: np.ndarray) -> None:
-    """Raise :class:`DataError` for the first value of a column that is not finite in the range of float32."""
+    """Raise :class:`DataError` for the first value of a column that is not a finite float32 number."""
     if (invalid := ~(np.abs(values.astype(np.float64)) <= FLOAT32_MAX)).any():
         raise DataError(
             f"{rows.at(int(invalid.argmax()), name)}: {values[invalid][0]}; "
-            "finite numbers are allowed, in the range of float32",
+            "only finite numbers in the range of float32 are allowed",
             "not-a-number",
             name,
         )
@@ -279,8 +279,8 @@ def _numbers(rows: _Rows, names: Sequence[str]) -> np.ndarray:
     """Return the numbers ``(N, K)`` in columns of labels or values."""
     if other := [name for name in names if not _is_number(_column(rows, name).type)]:
         raise DataError(
-            f"{rows.where}: column {other[0]} of type {_column(rows, other[0]).type}; labels of a multi-label task and "
-            "values are numbers",
+            f"{rows.where}: column {other[0]} of type {_column(rows, other[0]).type}; labels of a multi-label task "
+            "and values of a regression must be numbers",
             "wrong-target",
             other[0],
         )
@@ -288,7 +288,7 @@ def _numbers(rows: _Rows, names: Sequence[str]) -> np.ndarray:
 
 
 def _column(rows: _Rows, name: str) -> Any:
-    """Return a column after any dictionary decoding, or raise :class:`DataError` if a cell is empty."""
+    """Return a column, decoded if it is dictionary-encoded, or raise :class:`DataError` if a cell is empty."""
     column = _decoded(rows, name)
     if column.null_count:
         first = int(np.flatnonzero(column.is_null().to_numpy())[0])
@@ -302,7 +302,7 @@ def _column(rows: _Rows, name: str) -> Any:
 
 
 def _decoded(rows: _Rows, name: str) -> Any:
-    """Return a column after any dictionary decoding."""
+    """Return a column, decoded if it is dictionary-encoded."""
     import pyarrow as pa  # noqa: PLC0415 - only Arrow data needs it
 
     column = rows.table.column(name)

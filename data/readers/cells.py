@@ -27,7 +27,7 @@ def is_missing(cell: str) -> bool:
 
 
 def number_in(cell: str, *, comma: bool = False) -> float | None:
-    """Return the number in a cell, or None; ``comma`` expects a decimal comma instead of a point."""
+    """Return the number in a cell, or None. With ``comma``, the decimal mark is a comma instead of a point."""
     if comma:
         if "." in cell:
             return None
@@ -113,7 +113,7 @@ def parse_columns(
 
 
 def category_in(cell: str) -> str:
-    """Return the name of the category in a cell; a whole number has one name, however it is written."""
+    """Return the name of the category in a cell; a whole number has the same name in every notation."""
     return written_label(cell)
 
 

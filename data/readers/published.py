@@ -90,9 +90,9 @@ _CLASSES = ("no disease", "disease")
 
 
 def read_heart_disease(name: str, data_dir: Path, settings: DataSettings) -> Content:
-    """Read the tables of four hospitals: all 13 columns and rows, or as FLamby's Fed-Heart-Disease does.
+    """Read the tables of four hospitals: all rows and 13 columns, or the data of FLamby's Fed-Heart-Disease.
 
-    Disease is ``num > 0``. With ``protocol = flamby``, the content is that of :func:`_as_in_flamby`.
+    Disease is ``num > 0``. With ``protocol = flamby``, :func:`_as_in_flamby` prepares the content.
     """
     folder = Path(__file__).resolve().parent.parent / "heart_disease"
     tables = []
@@ -283,7 +283,7 @@ def read_tiny_imagenet(name: str, data_dir: Path, settings: DataSettings) -> Con
     files = [(path, wnid) for wnid in wnids for path in image_files(train / wnid / "images")]
     num_train = len(files)
     paths = [f"{train.parent.name}/val/val_annotations.txt"]
-    annotations = _first(name, data_dir, paths, "the archive's validation images belong there")
+    annotations = _first(name, data_dir, paths, "put the archive's validation images there")
     for number, fields in rows_of(annotations, delimiter="\t"):
         if len(fields) < 2 or fields[1] not in wnids:
             raise DataError(
@@ -300,7 +300,7 @@ def read_kvasir(name: str, data_dir: Path, settings: DataSettings) -> Content:
     folders = ["kvasir", "kvasir-dataset-v2", "kvasir-dataset"]
     root = _first(name, data_dir, folders, "unpack the Kvasir data set there: one folder of images for each class")
     if absent := [root / folder for folder in KVASIR if not (root / folder).is_dir()]:
-        raise _missing(name, data_dir, absent, "all 8 classes belong there")
+        raise _missing(name, data_dir, absent, "put the folders of all 8 classes there")
     files = [(path, label) for label, folder in enumerate(KVASIR) for path in image_files(root / folder)]
     x = read_images([path for path, _ in files], _square(settings))
     return Content(root, "image", x, np.array([label for _, label in files]))

@@ -15,8 +15,8 @@ def samples_of(x: np.ndarray, kind: str, where: str) -> tuple[str, np.ndarray, l
     x : numpy.ndarray
         Features ``(N, F)``, time series ``(N, T, F)``, or images that :func:`as_images` accepts.
     kind : str
-        The setting ``sample-kind``, which decides between time series and images. With ``auto``, an array with three
-        axes contains time series if T and F differ and its numbers are not pixels: whole numbers from 0 to 255, or
+        The setting ``sample-kind``, which selects time series or images. With ``auto``, an array with three axes
+        contains time series if T and F differ and its numbers are not pixels: whole numbers from 0 to 255, or
         floating-point numbers from 0 to 1.
     where : str
         Source of the data, for messages.
@@ -47,7 +47,7 @@ def samples_of(x: np.ndarray, kind: str, where: str) -> tuple[str, np.ndarray, l
 
 
 def _is_series(x: np.ndarray) -> bool:
-    """Return whether numbers ``(N, T, F)`` are rather time series than grey images."""
+    """Return whether numbers ``(N, T, F)`` are time series rather than grey images."""
     if x.ndim != 3 or x.shape[1] == x.shape[2] or not x.size:
         return False
     low, high = x.min(), x.max()

@@ -51,8 +51,8 @@ def read_csv(path: Path, columns: Columns = Columns()) -> Content:  # noqa: B008
     """Read a table whose header contains distinct names.
 
     :func:`posy.data.columns.roles` assigns roles to the columns, and :func:`posy.data.labels.written_label` reads the
-    labels. The text is the column ``text``, or the only input column if some of its cells are not numbers. Other
-    columns contain numbers, or else categories. Notes list unused columns.
+    labels. The text is the column ``text``, or the only input column if some of its cells are not numbers. Every other
+    column contains either numbers or categories. Notes list unused columns.
 
     Raises
     ------
@@ -141,7 +141,7 @@ class _Csv:
                 if is_missing(cell):
                     errors[index, cell] = f"{cell!r} is a missing value; each row needs a label"
                 elif number is None or not abs(number) <= FLOAT32_MAX:
-                    errors[index, cell] = f"{cell!r}; finite numbers are allowed, in the range of float32"
+                    errors[index, cell] = f"{cell!r}; only finite numbers in the range of float32 are allowed"
             columns.append(np.array([numbers[cell] for cell in cells[str(index)]], np.float64))
         return np.column_stack(columns), errors
 
@@ -184,8 +184,8 @@ class _Csv:
         if is_category:
             return None
         return DataError(
-            f"{where}: {cell!r}; finite numbers are allowed, in the range of float32 (name a column of categories in "
-            "categories, and a column of texts text, or as the only column in input-columns)",
+            f"{where}: {cell!r}; only finite numbers in the range of float32 are allowed (list a column of categories in "
+            "categories; name a column of texts text, or list it as the only column in input-columns)",
             "not-a-number",
             name,
         )
@@ -248,7 +248,7 @@ def _lines(path: Path, encoding: str) -> Iterator[str]:
             for number in itertools.count(1):
                 line = file.readline(_MAX_LINE)
                 if "\0" in line:
-                    raise DataError(f"{path}: line {number} holds a NUL byte; it is not a text file")
+                    raise DataError(f"{path}: line {number} contains a NUL byte; it is not a text file")
                 if len(line) == _MAX_LINE:
                     raise DataError(f"{path}: line {number} is longer than {_MAX_LINE:,} characters; it is not a table")
                 if not line:
@@ -259,9 +259,10 @@ def _lines(path: Path, encoding: str) -> Iterator[str]:
 
 
 def separator_of(path: Path, setting: str) -> str:
-    """Return the separator of a file's columns: the setting, or the only one that splits its first two rows alike.
+    """Return the separator in the setting, or the separator that fits a file.
 
-    Raise :class:`DataError` if several separators do.
+    A separator fits if it splits the first two rows into the same number of columns, at least two. The comma is the
+    default. Raise :class:`DataError` if several separators fit.
     """
     if setting != "auto":
         return SEPARATORS[setting]
@@ -293,7 +294,7 @@ def _header(path: Path, separator: str) -> list[str]:
     for title in header:
         key = title.lower() if title.lower() in _SPECIAL else title
         if key in titles:
-            raise DataError(f"{path}: columns named {titles[key]!r} and {title!r}; each name may occur once")
+            raise DataError(f"{path}: columns named {titles[key]!r} and {title!r}; column names must be unique")
         titles[key] = title
     if next(rows, None) is None:
         raise DataError(f"{path}: no rows below the header; at least one is needed")
