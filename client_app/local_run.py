@@ -62,7 +62,9 @@ class LocalRun:
         self.config = config
         self.masking = masking
         self.task = client.workspace.task
-        self._score_sums: dict[str, list[int] | None] = {}  # sums over the samples, keyed by score; only with secure aggregation
+        self._score_sums: dict[
+            str, list[int] | None
+        ] = {}  # sums over the samples, keyed by score; only with secure aggregation
         self.jobs.moments, self.jobs.samples_private = None, False
         client.round = int(config["server-round"])
         client.lr = float(config.get("lr", self.settings.train.lr))
@@ -284,8 +286,7 @@ class LocalRun:
         return values
 
     def _metrics(self, split: Split) -> list[str]:
-        """Return the names of the metrics to report on a split: all metrics for test samples if the config requests
-        them."""
+        """Return the names of a split's reported metrics: all metrics for test samples if the config requests them."""
         size = self.task.num_classes
         if split == "test" and self.config.get(ALL_METRICS):
             return [metric.name for metric in metrics_for(self.task.target, size)]

@@ -182,7 +182,9 @@ def _rows(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
             f"test-fraction = {fraction:g}; the site keeps {policy.test_fraction:g} of its rows for tests",
         )
     if (folds := values["folds"]) not in (0, policy.folds):
-        reason = f"the site allows only 0 and {policy.folds}" if policy.folds else "the site keeps one split of its rows"
+        reason = (
+            f"the site allows only 0 and {policy.folds}" if policy.folds else "the site keeps one split of its rows"
+        )
         yield Violation("folds", f"folds = {folds}; {reason}")
     for key in ("validation-fraction", f"{key_prefix(str(values['method']))}-validation"):
         if (fraction := values.get(key, 0)) not in (0, policy.validation_fraction):

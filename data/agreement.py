@@ -705,7 +705,8 @@ def check_common(classes: Mapping[str, int], sites: int) -> None:
 def _alone(labels: str, classes: Iterable[str]) -> SettingsError:
     """Return the error for labels that only one site has."""
     return SettingsError(
-        f"classes that only one site has: {labels}. Sites may have different names for the same class, and classes is not set:  "
+        f"classes that only one site has: {labels}. Sites may have different names for the same class, and classes is "
+        "not set: "
         f"rename the class at the site, or confirm all classes with classes={_listed(sorted_names(set(classes)))!r}"
     )
 

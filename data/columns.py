@@ -17,8 +17,7 @@ _SHOWN = 20  # maximum number of column names that a message lists
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns named in the settings, and the format of their cells. :func:`roles` infers the roles of other
-    columns."""
+    """The columns named in the settings, and the format of their cells. :func:`roles` infers the other roles."""
 
     label: str = ""
     inputs: tuple[str, ...] = ()
@@ -181,7 +180,9 @@ def _check_named(header: Sequence[str], columns: Columns, where: str) -> None:
                 name,
             )
         if other := [key2 for key2, name2 in named if name2 == name and key2 != key]:
-            raise DataError(f"{where}: the column {name!r} is named by {key} and by {other[0]}; name it in only one of them")
+            raise DataError(
+                f"{where}: the column {name!r} is named by {key} and by {other[0]}; name it in only one of them"
+            )
 
 
 def _label(header: Sequence[str], columns: Columns, free: Sequence[int], coded: Sequence[int]) -> tuple[int, list[str]]:

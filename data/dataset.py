@@ -45,7 +45,9 @@ class Dataset:
     std: np.ndarray
     groups: np.ndarray | None = None  # (N,) int64 natural group of each sample: writer, user, medical centre
     group_names: tuple[str, ...] = ()  # indexed by group number; empty if the groups have no names
-    split_groups: np.ndarray | None = None  # (N,) int64 group, such as a patient; its samples at a client stay in one split
+    split_groups: np.ndarray | None = (
+        None  # (N,) int64 group, such as a patient; its samples at a client stay in one split
+    )
     is_test: np.ndarray | None = None  # (N,) bool: whether a sample belongs to the supplied test set, if any
     given: Indices | None = None  # set if the data is already partitioned
     notes: tuple[str, ...] = ()  # one-sentence warnings about the data

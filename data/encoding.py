@@ -153,7 +153,7 @@ class Encoder:
         if not valid:
             raise SettingsError(
                 f"encoder = {text!r:.100}: not an encoder in the format that Posy stores; remove the setting, so "
-            "that the sites agree on an encoder"
+                "that the sites agree on an encoder"
             )
         return encoder
 
@@ -194,8 +194,7 @@ def _is_valid(column: EncodedColumn) -> bool:
 
 @dataclass(frozen=True)
 class TableFacts:
-    """Facts about a site's training rows, or about all training samples. Each field has one entry for each of K
-    columns.
+    """Facts about a site's training rows, or about all training samples, with one entry for each of K columns.
 
     A number of rows below the minimum is never part of the facts. If a column has too few values, its facts are those
     of an empty column. If it has too few missing values, it counts as complete.

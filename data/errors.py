@@ -54,8 +54,7 @@ class DataError(ValueError):
 
 
 class Note(str):
-    """A warning about data. ``shared`` is the text that other machines receive; if it is empty, they receive
-    nothing."""
+    """A warning about data. ``shared`` is the text for other machines. If it is empty, they receive no text."""
 
     __slots__ = ("shared",)
     shared: str

@@ -343,7 +343,7 @@ def _equal(dataset: Dataset, settings: DataSettings, rng: np.random.Generator, *
     test = max(1, round(train * settings.test_fraction / (1 - settings.test_fraction))) if tested else 0
     if train < per_client:
         raise SettingsError(
-            f"samples-per-client = {train} is too small for classes-per-client = {per_client}; set at least {per_client}"
+            f"samples-per-client = {train} is too small for classes-per-client = {per_client}; set {per_client} or more"
         )
     # The remainders of the two divisions go to different classes if there are enough classes.
     class_numbers = np.arange(per_client)

@@ -48,7 +48,7 @@ class Policy:
     folds: int = setting(
         0,
         "the only number of folds that a run may use for cross-validation. The runs of the folds train on different "
-        "rows, so the difference between two runs depends on fewer rows than one run; 0: each row has exactly one split",
+        "rows, so the difference between two runs depends on fewer rows; 0: each row has exactly one split",
         minimum=0,
         maximum=20,
     )
@@ -61,7 +61,8 @@ class Policy:
     methods: str = setting("", "methods that a run may use, separated by commas; empty: all methods of Posy")
     code: str = setting(
         "installed",
-        "code that the node runs; `installed`: the version of Posy on this node; `signed`: also an app that the trusted entities "
+        "code that the node runs; `installed`: the version of Posy on this node; `signed`: also an app that "
+        "the trusted entities "
         "of the node have signed (`posy supernode --trusted-entities`); `any`: the app of every run",
         choices=("installed", "signed", "any"),
     )
@@ -84,13 +85,15 @@ class Policy:
     )
     scores: str = setting(
         "rounded",
-        "accuracy and loss in replies; `rounded`: to two decimal places and at most three significant digits, capped at 1000; "
+        "accuracy and loss in replies; `rounded`: to two decimal places and at most three significant digits, "
+        "capped at 1000; "
         "`withheld`: only in masked sums",
         choices=("exact", "rounded", "withheld"),
     )
     metrics: str = setting(
         "accuracy",
-        "metrics that a run may request in addition to the loss; `accuracy`; or `all`, which includes metrics that reveal "
+        "metrics that a run may request in addition to the loss; `accuracy`; or `all`, which includes "
+        "metrics that reveal "
         "the share of each class at the site",
         choices=("accuracy", "all"),
     )

@@ -54,8 +54,7 @@ class Pooled:
         return Moments(self.count, self.present, self.mean, self.squares)
 
     def divided(self, features: int) -> "tuple[Pooled, Pooled]":
-        """Return the statistics of the first ``features`` numbers, and of the remaining numbers (the regression
-        targets)."""
+        """Return the statistics of the first ``features`` numbers, and of the rest (the regression targets)."""
         parts = ((self.mean[part], self.squares[part]) for part in (slice(features), slice(features, None)))
         first, second = (replace(self, mean=mean, squares=squares) for mean, squares in parts)
         return first, second
@@ -106,7 +105,8 @@ def count_of(features: int, values: int = 0, *, classes: bool, table: bool = Fal
 def pooled(sums: Sequence[int], features: int, values: int = 0, *, classes: bool, table: bool = False) -> Pooled:
     """Return the statistics over all sites from the element-wise sums of the sites' numbers (:func:`numbers_of`).
 
-    The regression targets come after the features. The arithmetic is exact, so no digits are lost to cancellation, even if a mean is far larger than the deviation.
+    The regression targets come after the features. The arithmetic is exact, so no digits are lost to cancellation, even
+    if a mean is far larger than the deviation.
 
     Raises
     ------

@@ -180,7 +180,8 @@ class DataSettings:
     split_column: str = setting(
         "",
         "tables: name of a column that identifies the patient, or another unit with several rows: all rows of "
-        "a patient at a client are in the same split, and the column is not a feature; sites use the column in their policy",
+        "a patient at a client are in the same split, and the column is not a feature; "
+        "sites use the column in their policy",
         needs="partition = natural | file",
         synonyms=("patient-column", "split-groups", "subject-column"),
         samples="table",
@@ -310,7 +311,7 @@ class DataSettings:
     )
     target_mean: str = setting(
         "",
-        "sites, regression: mean that is subtracted from each value, as in feature-mean; empty: the mean over all sites",
+        "sites, regression: mean subtracted from each value, as in feature-mean; empty: the mean over all sites",
         needs="dataset = sites and task = regression",
     )
     target_std: str = setting(
@@ -340,8 +341,7 @@ class DataSettings:
 
     @property
     def target(self) -> str:
-        """The target in :mod:`posy.metrics`: from the setting ``task``, else from the published data set, else
-        classes."""
+        """The target in :mod:`posy.metrics`: from the setting ``task``, else from the data set, else classes."""
         if self.task in TARGETS:
             return TARGETS[self.task]
         return DATASETS[self.dataset].target if self.dataset in DATASETS else CLASSES

@@ -189,7 +189,7 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
             "The paper classifies. As an extension, Posy boosts other tasks with the same formulas. A label counts as "
             "a binary class, and `zero-one` is a sample's share of wrong labels (Hamming loss). For values, ℓ is the "
             "absolute error divided by its maximum, so ε and the weights follow AdaBoost.R2 (Drucker, 1997) with half "
-            "of its exponent. The ensemble is the mean of the values, weighted by β as in Eq. 8, where R2 takes a "
+            "of its exponent. The ensemble is the mean of the values, weighted by β as in Eq. 8; AdaBoost.R2 uses a "
             "weighted median. A stage with ε > ½ has no weight.",
             "With `class-weights=balanced` ω starts at the class weights instead of 1. The paper has no class weights.",
             "A client that misses the end of a stage closes it at its next message, with the personal layers of its "

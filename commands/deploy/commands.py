@@ -400,8 +400,8 @@ def log(
 ) -> int:
     """Show the log of a run in a federation.
 
-    Posy prints the log from the start and follows it until the run ends. Ctrl-C stops the output, but not the run. RUN is the run
-    id or run-name that `posy status` lists.
+    Posy prints the log from the start and follows it until the run ends. Ctrl-C stops the output, but not the run. RUN
+    is the run id or run-name that `posy status` lists.
     """
     from posy.commands.deploy.control import show_run  # noqa: PLC0415
 

@@ -54,7 +54,7 @@ class Comparison:
         """The command-line settings that affect the results."""
         self.plans: dict[str, Plan] = {}
         if item.has_runs or item.counts_classes:
-            # A page shows all items. A setting that affects one item may have no effect on another, so do not reject it.
+            # A page shows all items. A setting that affects one item may have no effect on others, so do not reject it.
             self.plans = {scale: item.plan(scale, overrides, folder, strict=False) for scale in item.scales}
         for plan in self.plans.values() if item.has_runs else ():
             restore_runs(plan)

@@ -33,9 +33,9 @@ LEGEND = (
     "[docs/runs.md](../runs.md#what-a-run-leaves) for details.",
     "Most claims say that one row is higher than another. The test uses the differences between the rows, paired by "
     "seed and column. A t-test at the 5 % level confirms or refutes the claim. Otherwise the claim is within the "
-    "noise, or has too few runs if there are fewer than three pairs. A claim that a row is above several rows is "
-    "confirmed if the row is above each of them, and refuted if any of these rows is above it (Holm's correction). The "
-    "brackets give the mean difference that decides the outcome. For a claim about spreads, the test compares the "
+    "noise, or has too few runs if there are fewer than three pairs. A claim that a row scores higher than several "
+    "rows is confirmed if the row scores higher than each of them, and refuted if any of these rows scores higher "
+    "than it (Holm's correction). The brackets give the mean difference that decides the outcome. For a claim about spreads, the test compares the "
     "distances from the mean over the seeds (Levene's test). For a claim that two rows are close, Posy uses two "
     "one-sided t-tests. Posy compares only runs at the same scale. (small) marks the small scale.",
 )

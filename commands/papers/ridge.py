@@ -136,8 +136,8 @@ def average(weights: Array) -> Array:
 def personalise(gram: Array, moment: Array, penalty: float) -> Array:
     """Return the clients' weights ``(K, d)`` that minimise Eq. 6.
 
-    ``penalty`` is the coefficient of their deviation, which is the difference from the shared weights, which are the mean of the clients' weights. Rounds of exact
-    local training and averaging converge to these shared weights.
+    ``penalty`` is the coefficient of the weights' deviation from the shared weights, which are the mean of the clients'
+    weights. Rounds of exact local training and averaging converge to these shared weights.
     """
     inverse = _inverse(gram, penalty)
     solutions, shrinkage = np.einsum("kde,ke->kd", inverse, moment), inverse @ gram

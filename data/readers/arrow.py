@@ -122,7 +122,8 @@ def read_hub(name: str, columns: Columns, size: tuple[int, int] | None, download
     repository, config = match[1], match[2]
     if Path(repository).exists():
         raise DataError(
-            f"{where}: the working directory contains a folder {repository}, which the library would read; start Posy elsewhere"
+            f"{where}: the working directory contains a folder {repository}, "
+            "which the library would read; start Posy elsewhere"
         )
     try:
         if download:

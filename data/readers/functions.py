@@ -112,5 +112,7 @@ def _array(value: Any, name: str) -> np.ndarray:
     except (TypeError, ValueError, RuntimeError) as error:
         shapes = list(dict.fromkeys(tuple(part.shape) for part in value if hasattr(part, "shape")))
         if len(shapes) > 1:
-            raise DataError(f"{name}: arrays of shape {shapes[0]} and {shapes[1]}; all must have the same shape") from error
+            raise DataError(
+                f"{name}: arrays of shape {shapes[0]} and {shapes[1]}; all must have the same shape"
+            ) from error
         raise DataError(f"{name} is not an array ({format_error(error)})") from error

@@ -184,7 +184,8 @@ class _Csv:
         if is_category:
             return None
         return DataError(
-            f"{where}: {cell!r}; only finite numbers in the range of float32 are allowed (list a column of categories in "
+            f"{where}: {cell!r}; only finite numbers in the range of float32 are allowed (list a column of "
+            "categories in "
             "categories; name a column of texts text, or list it as the only column in input-columns)",
             "not-a-number",
             name,
