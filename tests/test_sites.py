@@ -572,7 +572,7 @@ def test_warnings_about_features_unlike_the_other_sites() -> None:
     assert not re.search(r"\d", text.removeprefix("feature 0"))  # a small site reveals no numbers
     assert unlike_features([*three[:2], ("c", site(50, 13.9, 2))]) == []  # 1.95
     (text,) = unlike_features([*three[:2], ("c", site(50, 10, 30))])  # 30 / 2
-    assert text.startswith("feature 0: c's standard deviation is 15 times ") and "Other units" in text
+    assert text.startswith("feature 0: c's standard deviation is 15 times ") and "Check the units" in text
     assert unlike_features(three[:1]) == unlike_features([("a", site(5, 7, 0)), ("b", site(5, 7, 0))]) == []
 
 
@@ -584,9 +584,9 @@ def test_a_warning_about_two_sites_names_both() -> None:
 
     # 11 deviations of a, 1.1 of b.
     (text,) = unlike_features([("a", site(50, 10, 2)), ("b", site(500, 32, 20))], ("dose",))
-    assert text.startswith("feature dose: the means of a and b differ: 10 and 32. ") and "Other units" in text
+    assert text.startswith("feature dose: the means of a and b differ: 10 and 32. ") and "Check the units" in text
     (text,) = unlike_features([("a", site(9, 10, 2)), ("b", site(500, 32, 20))])
-    assert text.startswith("feature 0: the means of a and b ") and "Other units" in text
+    assert text.startswith("feature 0: the means of a and b ") and "Check the units" in text
     assert not re.search(r"\d", text.removeprefix("feature 0"))  # a small site reveals no numbers
     (text,) = unlike_features([("a", site(50, 10, 2)), ("b", site(50, 10, 30))])  # 30 / 2
     assert text.startswith("feature 0: the standard deviations of a and b ") and "a factor of 15. " in text

@@ -35,9 +35,10 @@ LEGEND = (
     "seed and column. A t-test at the 5 % level confirms or refutes the claim. Otherwise the claim is within the "
     "noise, or has too few runs if there are fewer than three pairs. A claim that a row scores higher than several "
     "rows is confirmed if the row scores higher than each of them, and refuted if any of these rows scores higher "
-    "than it (Holm's correction). The brackets give the mean difference that decides the outcome. For a claim about spreads, the test compares the "
-    "distances from the mean over the seeds (Levene's test). For a claim that two rows are close, Posy uses two "
-    "one-sided t-tests. Posy compares only runs at the same scale. (small) marks the small scale.",
+    "than it (Holm's correction). The brackets give the mean difference that decides the outcome. For a claim about "
+    "spreads, the test compares the distances from the mean over the seeds (Levene's test). For a claim that two rows "
+    "are close, Posy uses two one-sided t-tests. Posy compares only runs at the same scale. (small) marks the small "
+    "scale.",
 )
 """Explanations at the start of each page."""
 UNKNOWN = "the reason is not known"
@@ -161,7 +162,7 @@ def _section(paper: str, comparison: Comparison, pictures: Sequence[str]) -> lis
             f"`posy paper {paper} {item.name} --scale {scale}{_more_seeds(comparison, scale)}{overrides}`"
             for scale in scales
         )
-        run_time = f" ({duration(_seconds(comparison))}  of run time)" if comparison.cells else ""
+        run_time = f" ({duration(_seconds(comparison))} of run time)" if comparison.cells else ""
         measures = f"{'; '.join(item.measures)}{_points(comparison)}"
         parts.append(_filled(f"Command: {command}{run_time}. Measured: {measures}.{_seeds(comparison)}"))
         for scale in comparison.scales:
