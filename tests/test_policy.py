@@ -218,7 +218,7 @@ def test_a_state_folder_is_bound_to_the_settings_of_its_run(tmp_path: Path) -> N
     pin_state(folder, values(num_server_rounds=99))  # may change when a run resumes
     assert (folder.stat().st_mode & 0o777) == 0o700
     for attack in ({"method": "fedamp"}, {"lr": 1e-30}):
-        with pytest.raises(PolicyError, match=r"rule state: .*other settings"):
+        with pytest.raises(PolicyError, match=r"rule state: .*different settings"):
             pin_state(folder, values(**attack))
 
 
@@ -421,7 +421,7 @@ def test_every_batch_of_a_pass_has_enough_samples(count: int, size: int, least: 
 )
 def test_errors_contain_no_cells_labels_or_paths(changes: Config, site: Config, cells: np.ndarray) -> None:
     reason = ask(site, values(**changes)).error.reason
-    assert "log of the node" in reason
+    assert "see the node's log" in reason
     for secret in (site["data"], "Patient", "row", *map(repr, cells.ravel().tolist())):
         assert secret not in reason
 
@@ -479,14 +479,14 @@ def test_errors_of_a_node_with_data_give_only_their_location() -> None:
         raise ValueError("Patient A0")
 
     context = NodeGrid({"data": "x"}).nodes[1]
-    with pytest.raises(RuntimeError, match=r"ValueError at tests/test_policy.py, line \d+; the log of"):
+    with pytest.raises(RuntimeError, match=r"ValueError at tests/test_policy.py, line \d+; see the node's log"):
         guarded(fails)(None, context)  # type: ignore[arg-type]
     context.node_config = {}
     with pytest.raises(MethodError, match=r"ValueError at tests/test_policy.py, line \d+: Patient A0"):
         guarded(fails)(None, context)  # type: ignore[arg-type]
     error = DataError("/srv/x.csv: row 2", "missing-value", "age", 13)
     text = shared_text(error)
-    assert "(missing-value, column age, count 13)" in text and "log of the node" in text
+    assert "(missing-value, column age, count 13)" in text and "see the node's log" in text
     assert "x.csv" not in text and "row" not in text
     assert "count below 20" in shared_text(error, min_rows=20)
     assert shared_text(NodeConfigError("/srv/key")).startswith("NodeConfigError at")

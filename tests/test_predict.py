@@ -206,7 +206,7 @@ def test_texts_use_the_vocabulary_of_the_run(tmp_path: Path) -> None:
     assert predictor.prepare(["nothing of it known"]).tolist() == [[1, 1, 1, 1, 0]]
     (tmp_path / "one.txt").write_text(texts[0])
     assert predictor.predict(tmp_path / "one.txt") == predictor.predict(texts[0])
-    with pytest.raises(DataError, match=r"type int.* takes texts"):
+    with pytest.raises(DataError, match=r"type int.* expects texts"):
         predictor.predict(3)
 
 
