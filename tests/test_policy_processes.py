@@ -67,7 +67,6 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "label": (COLUMNS | {"classes": "x,y"}, r"\(other-classes"),
     "row": (COLUMNS | {"train_samples": 1, "seed": 5}, "train-samples = 1 .*has no effect"),
     "names": (COLUMNS | {"label_column": "name"}, "rule label: label-column = 'name'"),
-    "cell": ({}, r"\(not-a-number, column name\)"),
     "extreme": (COLUMNS | {"feature_mean": 0, "feature_std": "1e-38"}, r"\(extreme-value"),
     "file": ({"dataset": "payroll.csv"}, "rule data: dataset = "),
     "dot-file": (COLUMNS | {"model": ".py:f"}, r"the run brings own/\.py"),
