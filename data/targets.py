@@ -48,7 +48,7 @@ def as_targets(y: np.ndarray, target: str, where: str, names: Sequence[str] = ()
         allowed = (y == 0) | (y == 1) if target == LABELS else np.abs(y.astype(np.float64)) <= FLOAT32_MAX
     if not allowed.all():
         row, column = np.argwhere(~allowed)[0].tolist()
-        rule = "0 and 1 are allowed" if target == LABELS else "finite numbers are allowed, in the range of float32"
+        rule = "a label must be 0 or 1" if target == LABELS else "a value must be a finite float32 number"
         raise DataError(
             f"{where}: the {kind} of sample {row}, {columns[column]}, is {y[row, column]}; {rule}",
             "wrong-target",
@@ -58,7 +58,7 @@ def as_targets(y: np.ndarray, target: str, where: str, names: Sequence[str] = ()
 
 
 def value_scale(y: np.ndarray, rows: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the mean and the standard deviation of each value of ``(N, K)`` over some rows; 1 for a constant value."""
+    """Return the mean and standard deviation of each value of ``(N, K)`` over some rows; a constant has deviation 1."""
     mean, squares = moments(y, rows)
     return tuple(mean.tolist()), tuple(deviation(mean, squares / len(rows)).tolist())
 

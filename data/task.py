@@ -33,12 +33,12 @@ class Task:
     """
 
     kind: str
-    input_shape: tuple[int, ...]  # of one sample, as the model receives it
-    class_names: tuple[str, ...]  # of the C classes in the order of the labels 0..C-1, or of the C labels or values
+    input_shape: tuple[int, ...]  # shape of one sample, as the model receives it
+    class_names: tuple[str, ...]  # names of the C classes in the order 0..C-1, or of the C labels or values
     vocabulary: int = 0  # number of tokens of a text task, including padding
     target: str = CLASSES  # a target in posy.metrics
-    value_mean: tuple[float, ...] = ()  # of each of the C values over the training samples; empty: 0
-    value_std: tuple[float, ...] = ()  # as value_mean; empty: 1
+    value_mean: tuple[float, ...] = ()  # mean of each of the C values over the training samples; empty: 0
+    value_std: tuple[float, ...] = ()  # standard deviation of each value over the same samples; empty: 1
 
     @property
     def num_classes(self) -> int:

@@ -19,7 +19,7 @@ def check_lengths(where: str, **lengths: int) -> None:
     """Raise :class:`DataError` unless all lengths are equal and positive."""
     if len(set(lengths.values())) > 1:
         counts = ", ".join(f"{name}: {length}" for name, length in lengths.items())
-        raise DataError(f"{where}: arrays of unequal length ({counts}); each sample needs one entry in each")
+        raise DataError(f"{where}: arrays of unequal length ({counts}); each sample needs one entry in each array")
     if not all(lengths.values()):
         raise DataError(f"{where}: no samples; at least one is needed")
 
@@ -27,16 +27,16 @@ def check_lengths(where: str, **lengths: int) -> None:
 def check_shape(shape: tuple[int, ...], where: str) -> None:
     """Raise :class:`DataError` if the samples of an array ``(N, ...)`` are empty."""
     if 0 in shape[1:]:
-        raise DataError(f"{where}: samples of shape {shape[1:]}; at least one number in each is needed")
+        raise DataError(f"{where}: samples of shape {shape[1:]}; each sample needs at least one number")
 
 
 def check_alike(
     where: str, parts: Mapping[str, tuple[np.dtype[Any], np.ndarray]], *, pixels: bool, strict: bool = False
 ) -> None:
-    """Raise :class:`DataError` unless arrays to be pooled contain numbers of one kind, and pixels of one scale.
+    """Raise :class:`DataError` unless arrays to be pooled agree in the kind of numbers and the scale of pixels.
 
-    ``parts`` maps names to arrays, each with the type that it is stored as. ``pixels`` rejects a mix of 0 to 255 and 0
-    to 1, even within one type. ``strict`` rejects a mix of floats and integers, even if all floats are whole numbers.
+    ``parts`` maps names to arrays, each with its stored type. ``pixels`` rejects a mix of 0 to 255 and 0 to 1, even
+    within one type. ``strict`` rejects a mix of floats and integers, even if all floats are whole numbers.
     """
     texts, integral, scales = [], [], []
     for name, (dtype, x) in parts.items():
@@ -67,7 +67,7 @@ def as_float32(x: np.ndarray, where: str) -> np.ndarray:
 
 
 def as_features(x: np.ndarray, where: str) -> tuple[np.ndarray, list[str]]:
-    """Return ``(N, F)`` numbers as float32 if this changes no value, else as float64, and warnings.
+    """Return ``(N, F)`` numbers and warnings; the numbers are float32 if this changes no value, else float64.
 
     A whole number beyond 2**53 is rounded to the nearest float64. A warning names features for which rounding moves a
     value by more than a thousandth of the feature's range.
@@ -124,7 +124,7 @@ def moments(x: np.ndarray, rows: np.ndarray | None = None) -> tuple[np.ndarray, 
 def channel_moments(x: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the results of :func:`moments` for some rows of features ``(N, F)`` or of time series ``(N, T, F)``.
 
-    The sum of a channel's squared deviations is divided by T, so that sums over samples have the same meaning for both.
+    The sum of a channel's squared deviations is divided by T, so that sums over samples mean the same for both.
     """
     if x.ndim == 2:
         return moments(x, rows)
@@ -139,7 +139,7 @@ def deviation(mean: np.ndarray, variance: np.ndarray) -> np.ndarray:
 
 
 def check_scaled(x: np.ndarray, mean: np.ndarray, std: np.ndarray, where: str, names: Sequence[str] = ()) -> None:
-    """Raise :class:`DataError` if a feature ``(N, F)`` or channel ``(N, T, F)`` leaves float32 when standardised."""
+    """Raise :class:`DataError` if a standardised feature ``(N, F)`` or channel ``(N, T, F)`` exceeds float32."""
     axes = tuple(range(x.ndim - 1))
     check_reach(x.min(axes), x.max(axes), mean, std, where, names, ("exceeds", "remove its extreme values"))
 
@@ -176,7 +176,7 @@ def _check_range(x: np.ndarray, allowed: np.ndarray, where: str) -> None:
     if not allowed.all():
         position = tuple(np.argwhere(~allowed)[0].tolist())
         raise DataError(
-            f"{where}: {x[position]} at index {position}; only finite numbers are allowed, in the range of float32",
+            f"{where}: {x[position]} at index {position}; only finite float32 numbers are allowed",
             "not-a-number",
         )
 

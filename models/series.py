@@ -18,7 +18,7 @@ HIDDEN = 64  # units of the fully connected layer after the convolutions
 
 
 def gru(task: Task, ranks: Mapping[str, int]) -> ChainModel:
-    """Return a GRU of 64 units and a fully connected layer of 32 units; the GRU's last output is used."""
+    """Return a GRU of 64 units, whose last output feeds a fully connected layer of 32 units."""
     blocks = {
         "gru": GRU(task.input_shape[1], UNITS[0]),
         "fc1": FullyConnected(*UNITS, ranks.get("fc1")),
@@ -39,7 +39,8 @@ def cnn1d(task: Task, ranks: Mapping[str, int]) -> ChainModel:
 class GRU(nn.Module):
     """Gated recurrent unit that returns its output after the last step (Cho et al., 2014).
 
-    The weights have the layout of ``nn.GRU``, which does not work with ``vmap``: the rows of r, z and n are stacked.
+    The weights have the layout of ``nn.GRU``: the rows of r, z and n are stacked. ``nn.GRU`` itself does not support
+    ``vmap``.
 
         r, z = sigmoid(W x + b + U h + c),  n = tanh(W_n x + b_n + r (U_n h + c_n));  h = (1 - z) n + z h
     """
@@ -54,7 +55,7 @@ class GRU(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights uniformly within 1 / sqrt(units), as PyTorch does."""
+        """Draw the weights uniformly from ±1 / sqrt(units), as PyTorch does."""
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -1 / math.sqrt(self.units), 1 / math.sqrt(self.units))
 
@@ -71,7 +72,7 @@ class GRU(nn.Module):
 
 
 class TimeConvolution(nn.Module):
-    """Convolution over time with the padding that keeps T, ReLU, and max-pooling by 2 or, if last, a mean over time."""
+    """Convolution over time, padded to keep T, and ReLU; then max-pooling by 2 or, if last, a mean over time."""
 
     def __init__(self, in_channels: int, out_channels: int, kernel: int, last: bool = False) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ class Spread(TypedDict):
     J = (Σ a_i)² / (M Σ a_i²), or None if every a_i is 0.
 
     With secure aggregation, the values of single clients are not available. ``mean`` is then the mean over all samples,
-    ``samples`` is their number, and ``std`` to ``jain`` are None.
+    ``samples`` is the number of samples, and ``std`` to ``jain`` are None.
     """
 
     mean: float
@@ -39,7 +39,7 @@ def spread(values: Sequence[float], weights: Sequence[float], *, lower_is_better
         The value of each client, for example its accuracy in 0..1, and its weight n_i. Weights are not negative, and
         not all are 0.
     lower_is_better : bool
-        Whether the worst values are the highest.
+        Whether lower values are better.
 
     Raises
     ------
@@ -77,7 +77,7 @@ def spread(values: Sequence[float], weights: Sequence[float], *, lower_is_better
 def majority_vote(predictions: Iterable[npt.NDArray[np.integer]], num_classes: int) -> npt.NDArray[np.int64]:
     """Return the class that most models predict for each sample, ``(n,)``. Ties go to the lowest class.
 
-    ``predictions`` contains the predicted classes ``(n,)``, 0..C-1, of each model, for at least one model.
+    ``predictions`` contains each model's predicted classes ``(n,)``, 0..C-1. At least one model is required.
     """
     votes: Any = sum(np.eye(num_classes, dtype=np.int32)[predicted] for predicted in predictions)  # (n, C)
     winners: npt.NDArray[np.int64] = votes.argmax(axis=1)  # the first maximum
@@ -96,8 +96,8 @@ class Evaluation(NamedTuple):
 def best(evaluations: Sequence[Evaluation], *, lower_is_better: bool = False) -> Evaluation | None:
     """Return the evaluation with the best mean, or None if there is none. Ties go to the earliest round.
 
-    The function skips evaluations with fewer than nine tenths of the clients of the largest evaluation. The best of
-    many small cohorts would depend more on the cohort than on the models.
+    The function skips evaluations with fewer than nine tenths of the clients of the largest evaluation. Otherwise,
+    the best of many small cohorts would depend more on the cohort than on the models.
     """
     most = max((e.over_clients["clients"] for e in evaluations), default=0)
     comparable = [e for e in evaluations if 10 * e.over_clients["clients"] >= 9 * most]
@@ -114,7 +114,7 @@ def chosen(
 
 
 def evaluations_since_best(evaluations: Sequence[Evaluation], *, lower_is_better: bool = False) -> int:
-    """Return the number of evaluations after the best one (:func:`best`); 0 if there is none."""
+    """Return the number of evaluations after the best one (:func:`best`); 0 without evaluations."""
     selected = best(evaluations, lower_is_better=lower_is_better)
     return 0 if selected is None else sum(e.round > selected.round for e in evaluations)
 

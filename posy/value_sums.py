@@ -1,6 +1,6 @@
-"""Metrics of a regression from sums over samples, which masked sums can carry.
+"""Compute regression metrics from sums over samples, which secure aggregation can mask.
 
-The sums are fixed-point numbers in units of 1 / :data:`posy.binned.STEPS`, and each sum of a client is rounded once.
+The sums are fixed-point numbers in units of 1 / :data:`posy.binned.STEPS`. A client rounds each sum once.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from posy.scores import Floats, Predictions
 ROWS = 5
 """Number of sums for each value."""
 LARGEST = 1 << 60
-"""Maximum number in a client's sums."""
+"""Exclusive upper bound of each of a client's sums."""
 
 
 def count_of(size: int) -> int:
@@ -25,8 +25,8 @@ def count_of(size: int) -> int:
 def value_sums(p: Predictions, mean: Sequence[float], std: Sequence[float]) -> list[int] | None:
     """Return the sums over the samples of predictions, or None if a sum is too large.
 
-    For each of C standardised values z with the prediction ẑ, they are Σ|ẑ − z|, Σ(ẑ − z)², the sums of the positive
-    and of the negative z as positive numbers, and Σz².
+    For each of C standardised values z with the prediction ẑ, the sums are Σ|ẑ − z|, Σ(ẑ − z)², Σmax(z, 0),
+    Σmax(−z, 0) and Σz².
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ def value_sums(p: Predictions, mean: Sequence[float], std: Sequence[float]) -> l
 
 
 def metrics_of(numbers: Sequence[int], samples: int, std: Sequence[float]) -> dict[str, float]:
-    """Return MAE, RMSE and R² in the original unit, keyed by name; none if no samples can have these sums.
+    """Return MAE, RMSE and R² in the original unit, keyed by name, or an empty dictionary if the sums are impossible.
 
     Parameters
     ----------

@@ -17,7 +17,7 @@ from yaml.constructor import ConstructorError
 from posy.settings import SettingsError
 
 MAX_BYTES, MAX_DEPTH, MAX_NODES = 4 << 20, 50, 200_000
-"""Limits for a file. The content of an anchor counts once for each alias."""
+"""Limits for a file. Each alias counts the values of its anchor again."""
 
 _TAG = "tag:yaml.org,2002:"
 # A plain scalar has the type of the first pattern that matches all of it. If none matches, it is a string.
@@ -36,7 +36,7 @@ class _Loader(Composer, yaml.CSafeLoader):
 
     def __init__(self, text: str) -> None:
         yaml.CSafeLoader.__init__(self, text)
-        Composer.__init__(self)  # four times as fast as a parser in Python
+        Composer.__init__(self)  # with libyaml's parser, four times as fast as with a parser in Python
         self._depth = 0
         self._sizes: dict[int, tuple[yaml.Node, int, int]] = {}
 
@@ -46,7 +46,7 @@ class _Loader(Composer, yaml.CSafeLoader):
         event: Any = self.peek_event()
         alias, mark = isinstance(event, yaml.AliasEvent), event.start_mark
         if self._depth > MAX_DEPTH:
-            raise ConstructorError(None, None, f"it is nested more than {MAX_DEPTH} deep", mark)
+            raise ConstructorError(None, None, f"it is nested more than {MAX_DEPTH} levels deep", mark)
         node = super().compose_node(parent, index)
         assert node is not None
         self._depth -= 1
@@ -109,7 +109,7 @@ def dump(content: Any) -> str:
 
 
 def read_yaml(path: Path, keys: tuple[type, ...] = (str,)) -> dict[Any, Any]:
-    """Return the mapping in a YAML file, whose keys have one of the types ``keys``.
+    """Return the mapping in a YAML file. Its keys must have one of the types ``keys``.
 
     Raise :class:`SettingsError` if the file cannot be read, is larger than 4 MiB or not a regular file, or does not
     contain a mapping.

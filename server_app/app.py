@@ -78,7 +78,7 @@ def run(
     begun: Callable[[Path], object] = lambda path: None,
     status: RunStatus | None = None,
 ) -> Recorder | CrossValidation:
-    """Run an experiment on a grid, or with ``folds`` and without ``fold`` one experiment for each fold.
+    """Run an experiment on a grid; if ``folds`` is set but ``fold`` is not, run one experiment for each fold.
 
     Parameters
     ----------
@@ -225,7 +225,7 @@ def checked_workspace(settings: Settings, *, in_this_process: bool) -> Workspace
     is_binned = settings.run.secure_aggregation and metric.name != "accuracy" and task.target != VALUES
     if is_binned and task.num_classes > MOST_BINNED:
         raise SettingsError(
-            f"metric = {settings.run.metric!r} with secure-aggregation = true: masked sums contain it for at most "
+            f"metric = {settings.run.metric!r} with secure-aggregation = true: masked sums support it for at most "
             f"{MOST_BINNED} classes, and the task has {task.num_classes}; set metric = 'accuracy'"
         )
     positive_class(settings.run, task.class_names)
@@ -238,7 +238,7 @@ def checked_workspace(settings: Settings, *, in_this_process: bool) -> Workspace
 def make_strategy(settings: Settings, workspace: Workspace) -> PersonalisedStrategy:
     """Return a run's strategy, with the clients' names if the data contains them.
 
-    Raise :class:`SettingsError` if a round needs more replies than it has clients that train.
+    Raise :class:`SettingsError` if a round needs more replies than the number of clients that train in it.
     """
     strategy: PersonalisedStrategy = strategy_class(settings.run.method)(settings, workspace.architecture)
     if not workspace.of_sites:

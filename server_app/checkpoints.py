@@ -46,9 +46,10 @@ class Checkpoint(NamedTuple):
 
 @dataclass
 class Checkpoints:
-    """A run's checkpoints, of which the newest two are kept.
+    """A run's checkpoints. Only the newest two are kept.
 
-    Posy writes one after every n-th round (``every``; 0 for none), after the last round, and when writing is cheap.
+    Posy writes a checkpoint after every n-th round (``every``; 0: no checkpoints) and after the last round. It writes
+    one after any other round if writing is cheap.
     """
 
     directory: RunDirectory
@@ -175,8 +176,8 @@ def resumption(
     )
     if changed_parts := [part for part in digests if stored_digests.get(part) != digests[part]]:
         raise SettingsError(
-            f"resume = {run.resume!r}: {' and '.join(changed_parts)} have changed since the run began, in "
-            f"dataset = {settings.data.dataset!r}"
+            f"resume = {run.resume!r}: {' and '.join(changed_parts)} have changed since the run "
+            f"began (dataset = {settings.data.dataset!r})"
         )
     if last_round > run.num_server_rounds:
         raise SettingsError(
@@ -189,7 +190,7 @@ def resumption(
         "diverged",
     ):
         raise SettingsError(
-            f"resume = {run.resume!r}: its {last_round} rounds are complete"
+            f"resume = {run.resume!r}: all of the run's {last_round} rounds are complete"
             + ("; patience has ended it" if end else "; to continue the run, set a larger num-server-rounds")
         )
     entry = {
@@ -204,7 +205,7 @@ def resumption(
 
 
 def data_digests(workspace: Workspace) -> dict[str, str]:
-    """Return digests of the samples, the labels and the partition, or no digests if the sites hold the data."""
+    """Return digests of the samples, the labels and the partition, or an empty mapping if the sites hold the data."""
     if workspace.of_sites:
         return {}
     digests = {}

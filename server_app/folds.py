@@ -1,4 +1,4 @@
-"""Cross-validation: one training for each fold, and one summary over all test samples."""
+"""Cross-validation: one training run for each fold, and one summary over all test samples."""
 
 import shutil
 import statistics
@@ -112,7 +112,7 @@ class CrossValidation:
         self.summary = self.directory.write_summary(summary)
 
     def _scores(self, recorder: Recorder, folds: list[int], summary: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the scores over each client's out-of-fold predictions, and over all of them."""
+        """Return the scores over each client's out-of-fold predictions, and over the predictions of all clients."""
         run, task, point = self.settings.run, recorder.workspace.task, self.settings.method.point
         folders = [self._folder(fold) / "predictions" for fold in folds]
         if not any(folder.is_dir() for folder in folders):
@@ -162,13 +162,13 @@ class CrossValidation:
 
 
 def _fold_entry(fold: int, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the means of a fold's last round."""
+    """Return a fold's entry in the summary, with the mean score of its last round at each evaluation point."""
     means = {point: (summary[point]["last"] or {}).get("mean") for point in POINTS}
     return {"fold": fold, "rounds": summary["rounds"], **means}
 
 
 def _over_sums(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the mean over the folds of each point's mean. The server knows neither single clients nor predictions."""
+    """Return each point's mean score over the folds, because the server knows no single scores or predictions."""
     scores: dict[str, Any] = {}
     for point in POINTS:
         means = [each[point] for each in summary["runs"] if each[point] is not None]
@@ -201,7 +201,7 @@ def cross_validation(settings: Settings, resumed: Path | None) -> CrossValidatio
         if read_summary(resumed).get("status") == "completed":
             raise SettingsError(f"resume = {resumed.name!r}: all folds are complete")
         directory = RunDirectory(resumed, "")
-    for folder in (directory.models, directory.figures):  # the folds have their own
+    for folder in (directory.models, directory.figures):  # each fold has its own models and figures
         with suppress(OSError):
             folder.rmdir()
     return CrossValidation(settings, directory)

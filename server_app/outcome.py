@@ -1,4 +1,4 @@
-"""Decide whether the rounds of a run have a usable result."""
+"""Check whether a run has a usable result."""
 
 import math
 import re
@@ -33,7 +33,7 @@ def check_outcome(totals: Totals, last: RoundRecord, settings: Settings, task: T
     Raises
     ------
     NothingTrainedError
-        If no client's training was accepted, so that the results describe the initial model.
+        If no client's training was accepted. The results then describe the initial model.
     RunError
         If evaluations were requested but none was accepted.
     DivergedError

@@ -50,7 +50,7 @@ class Pictures:
         return time.perf_counter() - self._drawn > DRAW_SECONDS
 
     def draw_partition(self) -> None:
-        """Write and plot each client's number of samples per class or label, and pass the strategy its class counts."""
+        """Write and plot each client's number of samples per class or label, and pass class counts to the strategy."""
         task, counts, names = self.workspace.task, None, self.workspace.task.class_names
         if self.workspace.of_sites:
             counts = self.strategy.class_counts = self.federation.class_counts()

@@ -25,8 +25,9 @@ def pooled_scores(
 ) -> dict[str, Any]:
     """Return the metrics over the test samples of all clients, keyed by evaluation point.
 
-    Each entry contains the number of samples, the value of each metric, and for classes the recall of each class and
-    the confusion matrix. The entry of the method's point also contains a confidence interval for each metric.
+    Each entry contains the number of samples and the value of each metric. For classification, it also contains the
+    recall of each class and the confusion matrix. The entry of the method's point also contains a confidence interval
+    for each metric.
 
     Parameters
     ----------
@@ -78,7 +79,7 @@ def read_clients(
 
 
 def majority_notice(scores: dict[str, Any], names: Sequence[str], metric: Metric, point: str) -> str:
-    """Return a warning if the accuracy of predicting the largest class alone is high, else an empty text."""
+    """Return a warning if always predicting the largest class gives a high accuracy, else an empty string."""
     entry = scores.get(point)
     if metric.name != "accuracy" or not entry or "confusion" not in entry:
         return ""
@@ -88,5 +89,5 @@ def majority_notice(scores: dict[str, Any], names: Sequence[str], metric: Metric
         return ""
     return (
         f"{100 * share:.1f} % of the test samples are of class {names[int(counts.argmax())]}, so a model that always "
-        f"predicts it has an accuracy of {100 * share:.1f} %; set metric = balanced-accuracy or auroc"
+        f"predicts this class has an accuracy of {100 * share:.1f} %; set metric = balanced-accuracy or auroc"
     )

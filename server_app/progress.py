@@ -24,19 +24,19 @@ MAX_LINES = 200
 MAX_NAMED = 10
 """Maximum number of clients named in a line of the results table."""
 ABSENT = "n/a"
-"""Cell for a metric that needs individual clients' scores, which secure aggregation hides from the server."""
+"""Table cell for a metric that needs individual clients' scores, which secure aggregation hides from the server."""
 MAX_ROWS = 50
 """Maximum number of sites in the task table."""
 PACE_ROUNDS = 20
-"""Number of recent rounds that the time per round is averaged over. The first round is slow, because it loads data."""
+"""Number of recent rounds over which the time per round is averaged. The first round is slow, because it loads data."""
 TASK_COLUMNS = ("site", "client", "training", "test", "samples", "classes", "skipped")
 
 
 class Progress:
     """Shows a run's rounds on a stream, as a live bar in a terminal or as plain lines in a log.
 
-    On a stream that is not a terminal, such as the one that Flower copies to ``flwr log``, a line appears after every
-    n-th round, so that there are at most about 200 lines. ``done`` is the number of ``rounds`` that had finished
+    On a stream that is not a terminal, such as the stream that Flower copies to ``flwr log``, a line appears after
+    every n-th round, so that there are at most about 200 lines. ``done`` is the number of ``rounds`` that had finished
     before this process started. ``clock`` returns the time in seconds.
     """
 
@@ -106,7 +106,7 @@ class Progress:
         present: str = "",
         partial: Mapping[str, str] | None = None,
     ) -> None:
-        """Show a finished round; for a missing metric, repeat its last value, with the number of its round.
+        """Show a finished round; if a metric is missing, repeat its last value and name that value's round.
 
         Parameters
         ----------
@@ -119,7 +119,7 @@ class Progress:
         present : str
             A note about missing clients and dropped replies.
         partial : mapping of str to str, optional
-            Remarks about the clients that an accuracy covers, keyed by ``served`` or ``local``.
+            Remarks about the number of clients that a metric covers, keyed by ``served`` or ``local``.
         """
         self._ends.append((server_round, self._clock()))
         texts = {"served": self._metric.format(served), "local": self._metric.format(local)}
@@ -148,7 +148,7 @@ class Progress:
             for handler in logger.handlers:
                 if isinstance(handler, logging.StreamHandler) and handler.stream in (sys.__stdout__, sys.__stderr__):
                     self._stack.callback(handler.setStream, handler.stream)
-                    handler.setStream(sys.stdout)  # which the bar has replaced
+                    handler.setStream(sys.stdout)  # the bar has replaced sys.stdout
 
 
 def task_table(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> str:

@@ -173,7 +173,7 @@ class Record:
         if first.settings.data.scaling == "client" and first.settings.method.routes:
             raise SettingsError(
                 f"{self.path}: its clients standardise features differently (scaling = client), so the routing network "
-                "cannot compare them; run it with scaling = federation"
+                "cannot compare them; repeat the run with scaling = federation"
             )
         if first.settings.method.routes:
             return self._routed(first, queries, members)
@@ -219,9 +219,11 @@ class Record:
         if not self.settings.get("save-models", True):
             reason = "the run had save-models = false"
         elif (self.models / "server.safetensors").is_file():
-            reason = "they stay on the clients' nodes, in the folder set by `models` or `state-dir` in the node config"
+            reason = (
+                "the models stay on the clients' nodes, in the folder that the node config sets (models or state-dir)"
+            )
         else:
-            reason = "they are stored in the last round, and at intervals before that"
+            reason = "models are stored in the last round, and at intervals before it"
         raise SettingsError(f"{self.path} has no clients' models: {reason}")
 
     def _number(self, client: int | str) -> int:
@@ -247,5 +249,5 @@ class Record:
         """Return the path of a file in the run's record, or raise :class:`SettingsError` if it does not exist."""
         path = self.path / name
         if not path.is_file():
-            raise SettingsError(f"{path} does not exist: it is in the folder of the run, on the server")
+            raise SettingsError(f"{path} does not exist: this file is in the run's folder on the server")
         return path

@@ -151,9 +151,9 @@ class Recorder:
         self._write_summary(status)
 
     def _score_all_samples(self) -> None:
-        """Score all test samples together, and delete the predictions unless the user wants them."""
+        """Score all test samples together, and delete the predictions unless ``save-predictions`` is true."""
         folder, run, task = self.directory.predictions, self.settings.run, self.workspace.task
-        if not folder.is_dir():  # they stay on the nodes
+        if not folder.is_dir():  # the predictions stay on the nodes
             return
         point = self.settings.method.point
         rows = {client: self.totals.clients[client] for client in self.totals.last_round}
@@ -244,7 +244,7 @@ class Recorder:
         log(INFO, "patience ended: round %s is the last one", server_round)
 
     def _system_accuracy_of(self, server_round: int) -> float | None:
-        """Return the system accuracy after a round, or None if it is not available or not part of the final average."""
+        """Return the system accuracy after a round, or None if it is unavailable or outside the final average."""
         run = self.strategy.settings.run
         is_due = schedule.in_average(run, server_round) and schedule.evaluates(run, server_round)
         if not is_due or self.settings.train.withholds_scores:
@@ -266,7 +266,7 @@ class Recorder:
         self.status.note(round=self.rounds, dropped=sum(self.totals.dropped.values()))
 
     def prepare_messages(self, *, shares_files: bool, one_file_system: bool) -> None:
-        """Add the folders for the clients' files, and the versions to keep, to the strategy's messages.
+        """Add to the strategy's messages the folders for the clients' files and the versions to keep.
 
         With ``shares_files``, the clients can write into the run's directory. With ``one_file_system``, their states
         are there too.
@@ -350,7 +350,9 @@ class Recorder:
         )
 
     def _client_facts(self) -> dict[str, Any]:
-        """Return the clients' names in client order, and the clients whose data limits their training or scores.
+        """Return the clients' names in client order, and the clients with very few samples or classes.
+
+        The latter have one training sample, one class in training, or no test sample.
 
         Names exist only if the data contains them. The server does not know the data of sites.
         """

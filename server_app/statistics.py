@@ -23,7 +23,7 @@ from posy.strategies.settings import Settings
 from posy.words import one_line
 
 ROUND = f"0-0-{STATISTICS}"
-"""Name of the secure round. A site takes part in it only once per run."""
+"""Name of the secure round. A site takes part in this round only once per run."""
 MAX_REASON = 500
 
 
@@ -60,7 +60,7 @@ def pooled_statistics(grid: WaveGrid, settings: Settings, nodes: Mapping[int, in
         total = secure.unmasked(masked, common_digest(config, []), numbers)
     if total is None:
         raise SettingsError(
-            f"secure-aggregation = true: the sites could not add their statistics: {secure.refusal or 'no answer'}; "
+            f"secure-aggregation = true: the sites' statistics could not be summed: {secure.refusal or 'no answer'}; "
             "start the run again, or set classes, feature-mean and feature-std, and target-mean and target-std"
         )
     return pooled(total[1], features, values, **parts)
@@ -118,7 +118,7 @@ class SiteQueries:
 
     def drop(self, client: int, reason: str) -> None:
         """Log that a client does not take part in the statistics."""
-        log(WARNING, "%s adds no statistics: %s", self._names[client], one_line(reason, MAX_REASON))
+        log(WARNING, "%s contributes no statistics: %s", self._names[client], one_line(reason, MAX_REASON))
 
 
 def _check_statistics(client: int, answer: Answer, *, numbers: int) -> None:

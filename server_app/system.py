@@ -33,7 +33,7 @@ class SystemAccuracy(NamedTuple):
 
     @property
     def routing_accuracy(self) -> float | None:
-        """The fraction of samples for which the method chooses the true client."""
+        """The fraction of samples for which the method chooses the client to which the sample belongs."""
         return None if self.routed is None else float(np.trace(self.routed) / self.routed.sum())
 
 
@@ -85,7 +85,7 @@ def routed_accuracy(
 ) -> SystemAccuracy:
     """Return the accuracy on the pooled test samples, where the head of the chosen client classifies each sample.
 
-    The folder ``models`` contains the heads. ``owner`` ``(n,)`` is the true client of each sample.
+    The folder ``models`` contains the heads. ``owner`` ``(n,)`` is the client to which each sample belongs.
     """
     layout = strategy.architecture.layout
     model = np.empty(strategy.size, np.float32)
@@ -135,7 +135,7 @@ def routing_matrix(
 
 
 def pooled_test(workspace: Workspace, clients: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the samples in the clients' test splits, with their labels and true clients."""
+    """Return the samples in the clients' test splits, with their labels and the client to which each sample belongs."""
     data = {client: workspace.client_data(client) for client in clients}
     x = torch.cat([split.x_test for split in data.values()])
     y = torch.cat([split.y_test for split in data.values()])

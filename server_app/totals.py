@@ -48,7 +48,7 @@ class Totals:
     validation: list[list[Evaluation]] = field(default_factory=lambda: [[], []])
     """The run's metric on the validation splits, in the same format."""
     metrics: dict[str, Any] = field(default_factory=dict)
-    """The spreads of all metrics in the last evaluation that reported them, keyed by column, and its round."""
+    """The round of the last evaluation that reported all metrics, and the spreads of these metrics, keyed by column."""
     patience_ended: int = 0
     """The round after which ``patience`` ended, so that the next round is the last one; 0 if it has not ended."""
     system: list[tuple[int, float]] = field(default_factory=list)
@@ -83,8 +83,8 @@ class Totals:
     def add(self, record: RoundRecord, columns: Columns, *, evaluated: bool) -> dict[str, Spread | None]:
         """Add a round, and return the spread of each score over the clients, from their rows or from masked sums.
 
-        A score in :attr:`Columns.in_every_round` that no client reports is None. ``evaluated`` is whether an evaluation
-        was due in the round.
+        A score in :attr:`Columns.in_every_round` that no client reports is None. ``evaluated`` states whether an
+        evaluation was due in the round.
         """
         over_clients = columns.spreads(record) | spreads(record.sums)
         metric = columns.metric.name
@@ -118,7 +118,7 @@ class Totals:
         return over_clients
 
     def runs_out_of_patience(self, server_round: int, run: RunSettings, point: str, metric: Metric) -> bool:
-        """Return whether ``patience`` ends with a round, so that the next round must be the last one."""
+        """Return whether ``patience`` runs out after a round, so that the next round must be the last one."""
         if not run.patience or self.patience_ended or server_round >= run.num_server_rounds - 1:
             return False
         validation = self.validation[POINTS.index(point)]

@@ -85,7 +85,7 @@ class PersonalisedStrategy(ServerHooks, Strategy):
         return {}
 
     def mean(self, updates: list[Update], name: str = "model") -> FloatArray:
-        """Combine the clients' models into one ``(d,)`` by the rule that the setting ``robust`` selects.
+        """Combine the clients' models into one model ``(d,)`` with the rule that the setting ``robust`` selects.
 
         Parameters
         ----------
@@ -165,7 +165,7 @@ class PersonalisedStrategy(ServerHooks, Strategy):
         return result
 
     def end_after(self, server_round: int) -> None:
-        """Make a round the last one, as if ``num-server-rounds`` were its number. Clients keep the run's settings."""
+        """End the run after a round, as if ``num-server-rounds`` were this round. Clients keep the run's settings."""
         settings = replace(self.settings, run=replace(self.settings.run, num_server_rounds=server_round))
         self.settings = self.exchange.settings = self.rounds.settings = settings
         if self.rounds.secure:
@@ -186,7 +186,7 @@ class PersonalisedStrategy(ServerHooks, Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """Return an evaluation message for every member that has joined, or none if the round is not evaluated."""
+        """Return an evaluation message for every member that has joined, or none if the round has no evaluation."""
         return self.rounds.configure_evaluate(server_round, config, grid)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:

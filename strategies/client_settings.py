@@ -11,7 +11,7 @@ from posy.strategies.run_settings import TrainSettings
 from posy.yaml12 import read_yaml
 
 KEYS = ("local-epochs", "local-steps", "batch-size", "lr")
-"""The settings that a client may have for itself."""
+"""The settings that can differ between clients."""
 
 
 def inlined(text: str) -> str:
@@ -60,7 +60,7 @@ def checked_entries(text: str) -> dict[str, dict[str, Scalar]]:
 
 
 def train_settings(train: TrainSettings, client: int, name: str = "") -> TrainSettings:
-    """Return the settings of a client's local training; an entry for its name overrides an entry for its number."""
+    """Return a client's training settings; an entry for the client's name overrides an entry for its number."""
     return _train_settings(train, client, name) if train.client_settings else train
 
 
@@ -84,4 +84,4 @@ def check_clients(train: TrainSettings, num_clients: int, names: Sequence[str] =
     for client in json.loads(train.client_settings or "{}"):
         if client not in names_and_numbers:
             hint = f" or {', '.join(names[:5])}{', …' * (len(names) > 5)}" if names else ""
-            raise SettingsError(f"client-settings: client {client} does not exist; name 0 to {num_clients - 1}{hint}")
+            raise SettingsError(f"client-settings: client {client} does not exist; use 0 to {num_clients - 1}{hint}")

@@ -98,8 +98,8 @@ class CwFedAvgSettings(
         scored="The served model w_i of Eq. 7: the authors' program evaluates after mixing the class models and before "
         "local training.",
         deviations=(
-            "The authors' program multiplies the regulariser by λ / 2, the paper by λ. To reproduce the "
-            "program's runs, set `cwfedavg-wdr-lambda` to half of its `-wd`.",
+            "The authors' program multiplies the regulariser by λ / 2, whereas the paper uses λ. To reproduce "
+            "the program's runs, set `cwfedavg-wdr-lambda` to half of the program's `-wd`.",
             "The means cover the clients of the round (Algorithm 1, line 4). Models for absent clients are mixed with "
             "the clients' last p̃_i.",
             "A client that `holdout-clients` sets aside has no p̃_i and receives the uniform mean of the class models.",
@@ -140,8 +140,8 @@ class CwFedAvgSettings(
 class CwFedAvg(PersonalisedStrategy):
     """Average some layers class-wise and the remaining layers as in FedAvg (Eqs. 4–7).
 
-    The state holds the averaged layers, the class models ``(C, d_cw)``, and the clients' class distributions and the
-    norms of their output-layer rows, both ``(M, C)``.
+    The state holds the averaged layers and the class models ``(C, d_cw)``. It also holds the clients' class
+    distributions and the norms of the rows of their output layers, both ``(M, C)``.
     """
 
     state = ("model", "class_models", "distributions", "local_norms")

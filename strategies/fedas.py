@@ -46,7 +46,7 @@ class FedASSettings(
     )
     align_lr: float = setting(
         0.01,
-        "learning rate of the alignment, which takes plain SGD steps",
+        "learning rate of the alignment, which uses plain SGD",
         source="clientas.py of the authors' program: SGD with lr=0.01",
         needs="fedas-align-epochs > 0",
         above=0,

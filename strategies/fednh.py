@@ -1,4 +1,4 @@
-"""FedNH (Dai et al., 2023): the head holds class prototypes, first spread evenly, then pulled towards the features.
+"""FedNH (Dai et al., 2023): the head's class prototypes start evenly spread and are pulled towards the features.
 
 The prototypes are unit vectors, and the logits are their scaled cosines with the features. Clients train the body with
 the prototypes fixed. They send the trained body and the mean direction of each class's features.
@@ -78,7 +78,7 @@ class FedNHSettings(
         "personalised model, and the served model as the global one.",
         deviations=(
             "Bodies are weighted by n_i; the program weights them equally (`client-weights=uniform`).",
-            "For up to D + 1 classes the first prototypes are the vertices of a simplex, which minimises the paper's "
+            "For up to D + 1 classes the initial prototypes are the vertices of a simplex, which minimises the paper's "
             "largest cosine. The program draws an orthonormal set.",
             "The scale s is fixed, as with the program's option FedNH_fix_scaling. By default the program trains it.",
         ),
@@ -92,7 +92,7 @@ class FedNHSettings(
 
     def network(self, plain: Architecture, num_clients: int) -> Architecture:
         """Return the network with a head that computes cosines."""
-        plain.require(("head.weight",), "fednh puts prototypes in place of the head")
+        plain.require(("head.weight",), "fednh replaces the head with prototypes")
         if not plain.layer_names[:-1]:
             raise SettingsError(
                 f"model = {plain.model!r}: fednh trains all layers but the head, and this network has only a head; "
@@ -130,7 +130,7 @@ class FedNH(PersonalisedStrategy):
         """
         total = float(np.linalg.norm(np.asarray(arrays["directions"], np.float64), axis=1).sum())
         if not self.settings.train.dp_clip and total > 1 + ROUNDING:
-            raise BadReplyError(f"shares of the classes that sum to {total:.6g} instead of 1")
+            raise BadReplyError(f"the class shares sum to {total:.6g} instead of 1")
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Average the bodies, and pull each prototype towards the mean direction of its class's samples."""

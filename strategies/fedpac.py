@@ -1,8 +1,9 @@
 """FedPAC (Xu et al., 2023): clients share a body, align its features with global class means, and combine heads.
 
-In each round, a client trains the head that it received, then the body, whose features are pulled towards the class
-means. For each client of the round, the server combines the heads received in that round. The weights minimise an
-estimate of the client's test error, which the server computes from statistics of the served body's features.
+In each round, a client first trains the received head. It then trains the body, and pulls the body's features towards
+the class means. For each client of the round, the server combines the heads received in that round. The weights
+minimise an estimate of the client's test error. The server computes this estimate from statistics of the served body's
+features.
 
 A client that has not yet taken part receives the mean of the last round's heads. A client that is absent from a round
 keeps its previous head.
@@ -112,8 +113,8 @@ class FedPACSettings(
         scored="The local model. The authors' program prints accuracies before and after local training in each round.",
         deviations=(
             "The program sets weights α below 0.001 to zero. Posy keeps them.",
-            "Samples of a class without a global mean have no term in R_i. From round 2 on, the program pulls them "
-            "towards the client's class mean before training.",
+            "Samples of a class without a global mean do not contribute to R_i. From round 2 on, the program pulls "
+            "them towards the client's class mean before training.",
             "The program fixes SGD's momentum at 0.5 and weight decay at 0.0005. Posy has settings for both.",
         ),
         program=Program(

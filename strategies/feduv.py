@@ -1,7 +1,7 @@
 """FedUV (Son et al., 2024): two regularisers let clients train as if their data were IID.
 
 The first makes the classifier's probabilities vary over a mini-batch as they would with evenly mixed classes. The
-second spreads the features evenly. The server is FedAvg's.
+second spreads the features evenly. The server averages as in FedAvg.
 """
 
 from typing import TYPE_CHECKING
@@ -58,7 +58,7 @@ class FedUVSettings(MethodSettings, robust=True, point="served"):
         deviations=(
             "Class weights affect only the cross-entropy: both regularisers treat the samples of a batch equally.",
             "A batch of one sample, or of equal features, has no uniformity term. The program returns NaN for it.",
-            "The program fixes SGD's momentum at 0.9. In Posy it is a setting.",
+            "The program fixes SGD's momentum at 0.9. In Posy, the momentum is a setting.",
         ),
         program=Program(
             "sonhamin/FedUV",

@@ -55,7 +55,7 @@ class PFedFDASettings(
             "h(z) = argmax_c of z·Σ⁻¹μ_c − μ_cᵀΣ⁻¹μ_c / 2 + log π_c, with the client's class shares π",
             "body ← SGD on the cross-entropy under h of the global (μ, Σ), which is fixed (Algorithm 1, client)",
             "μ = β μ_i + (1 − β) μ_g,  Σ = β Σ_i + (1 − β) Σ_g, with β by cross-validation (Algorithm 1, client)",
-            "body, μ_g and Σ_g ← means of the clients' with weights n_i / n (Algorithm 1, server)",
+            "body, μ_g and Σ_g ← means of the clients' values, with weights n_i / n (Algorithm 1, server)",
         ),
         sent={
             "model (s,)": "the shared body",
@@ -64,8 +64,8 @@ class PFedFDASettings(
         },
         returned={
             "model (s,)": "the client's body after training",
-            "means (C, D)": "the client's class means μ, between local and global",
-            "covariance (D, D)": "the client's covariance Σ, between local and global",
+            "means (C, D)": "the client's class means μ, interpolated between the local and the global means",
+            "covariance (D, D)": "the client's covariance Σ, interpolated between the local and the global covariance",
         },
         server_state={
             "model": "the shared body (s,)",
@@ -82,11 +82,11 @@ class PFedFDASettings(
             "every mini-batch in all epochs, before each step (`pfedfda-features=training`).",
             "The means and the covariance share one β. The authors' program has a separate β for each by default "
             "(`pfedfda-betas=two`).",
-            "β is the best of 11 values from 0 to 1 (of 121 pairs with two). The authors' program uses L-BFGS.",
+            "β is the best of 11 values from 0 to 1 (with two β, of 121 pairs). The authors' program uses L-BFGS.",
             "A class with at most `pfedfda-folds` samples uses its global mean. During training, the authors' program "
             "compares the client's total number of samples instead, so nearly every class uses its local mean.",
-            "`pfedfda-ridge` is added to the diagonal of Σ_i. The authors' program adds 1, and 1e-4 to every element; "
-            "its discriminant also shrinks Σ by 1e-4 towards a multiple of the identity.",
+            "`pfedfda-ridge` is added to the diagonal of Σ_i. The authors' program adds 1 to the diagonal and 1e-4 to "
+            "every element. Its discriminant also shrinks Σ by 1e-4 towards a multiple of the identity.",
             "`class-weights` apply to the training loss; the Gaussians and class shares are unweighted estimates.",
         ),
         program=Program(

@@ -51,7 +51,7 @@ REMOVED = ("dp-sensitivity",)
 STORED = "the stored run"
 """Source of a resumed run's or a stored model's settings, as named in error messages."""
 SAMPLES = {"image": "images", "text": "texts", "table": "tables", "features": "features"}
-"""Plural of each kind of samples in :attr:`Setting.samples`, for messages."""
+"""Plural of each kind of sample in :attr:`Setting.samples`, for messages."""
 
 
 @dataclass(frozen=True)
@@ -365,7 +365,7 @@ def _unmet(declarations: Mapping[str, Setting], values: Mapping[str, Any]) -> di
     """Return the reason for each setting whose condition is false, keyed by setting."""
     unmet: dict[str, str] = {}
     conditional = {key: setting for key, setting in declarations.items() if setting.needs}
-    for _ in declarations:  # in conditions, a setting that has no effect has its default
+    for _ in declarations:  # conditions use the default of a setting that has no effect
         current = {**values, **{key: declarations[key].default for key in unmet}}
         before, unmet = unmet, {key: text for key, setting in conditional.items() if (text := setting.unmet(current))}
         if unmet.keys() == before.keys():
@@ -393,8 +393,8 @@ def normalised(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a stored run's settings under their current keys.
 
     A value that has no effect becomes the default, and a value above its limit becomes the limit. A missing setting
-    implies :attr:`Setting.earlier`, the behaviour before the setting existed. If this value has no effect, the default
-    is added.
+    gets :attr:`Setting.earlier`, which keeps the behaviour from before the setting existed. If this value has no
+    effect, the default is added.
     """
     config = current_keys(config)
     declarations = declared([_method(config)])
@@ -417,7 +417,7 @@ def no_effect(key: str, value: Any, where: str, why: str) -> str:
 
 
 def above_limit(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the limits, imposed by other settings, that a run's settings exceed, keyed by setting.
+    """Return the limits that a run's settings exceed, keyed by setting. Other settings impose these limits.
 
     A setting at its default is accepted, because files and tables repeat defaults.
     """

@@ -336,7 +336,7 @@ class RunSettings:
     )
     krum_clients: int = setting(
         0,
-        "Multi-Krum: number of clients whose models are averaged; 0: all replies but max-attackers",
+        "Multi-Krum: number of clients whose models are averaged; 0: the number of replies minus max-attackers",
         needs="robust = multi-krum",
         minimum=0,
         synonyms=("num-nodes-to-select",),
@@ -357,7 +357,7 @@ class RunSettings:
     )
     secure_neighbours: int = setting(
         0,
-        "secure aggregation: number of clients that each client shares secrets with; 0: all other clients",
+        "secure aggregation: number of clients with which each client shares secrets; 0: all other clients",
         needs="secure-aggregation = true",
         minimum=0,
         limit="num-clients - 1",
@@ -409,7 +409,7 @@ class RunSettings:
         "", "two classes: name of the class that counts as positive; empty: the second class", synonyms=("pos-label",)
     )
     threshold: float = setting(
-        0.5, "minimum probability with which the positive class, or a label, is predicted", minimum=0, maximum=1
+        0.5, "minimum probability for predicting the positive class or a label", minimum=0, maximum=1
     )
     fixed_sensitivity: float = setting(0.9, "minimum sensitivity for specificity-at-sensitivity", above=0, maximum=1)
     save_predictions: bool = setting(
@@ -421,7 +421,7 @@ class RunSettings:
     patience: int = setting(
         0,
         "early stopping: number of evaluations without a better value of `metric` on the validation splits, after "
-        "which one last round follows; the method's model decides (`served` or `local`); 0: off",
+        "which one last round follows; it uses the model (`served` or `local`) by which the method is scored; 0: off",
         needs="validation-fraction > 0",
         minimum=0,
         synonyms=("early-stopping", "early-stopping-rounds"),
@@ -462,7 +462,7 @@ class RunSettings:
     )
     checkpoint_every: int = setting(
         10,
-        "number of rounds between checkpoints, with another after the last round; 0: no checkpoints",
+        "number of rounds between checkpoints; Posy also writes one after the last round; 0: no checkpoints",
         minimum=0,
         resumable=True,
         affects_results=False,
@@ -476,7 +476,7 @@ class RunSettings:
         affects_results=False,
         synonyms=("logger", "tracker", "report-to"),
     )
-    resume: str = setting("", "name of a run in output-dir to continue from its last checkpoint", once=True)
+    resume: str = setting("", "name of a run in output-dir that resumes from its last checkpoint", once=True)
     state_memory: int = setting(
         4096,
         "MiB of memory for the clients' states in an in-process run; states beyond this limit go to disk; 0: all "
@@ -539,7 +539,7 @@ def metric_of(run: RunSettings, target: str, size: int) -> Metric:
 
 
 def positive_class(run: RunSettings, names: Sequence[str]) -> int:
-    """Return the index of the positive one of two classes, by default 1.
+    """Return the index of the positive class among two classes, by default 1.
 
     Raise :class:`SettingsError` if the named class is not one of two classes.
     """

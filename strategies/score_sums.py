@@ -19,7 +19,7 @@ from posy.strategies.settings import Settings
 from posy.value_sums import count_of, metrics_of, value_sums
 
 MOST_BINNED = 50
-"""Maximum number of classes or labels for which masked sums contain binned scores; their size grows with its square."""
+"""Maximum number C of classes or labels for which masked sums contain binned scores, whose size grows with C²."""
 TRAIN = "train"
 """Key of the tally of the training loss."""
 
@@ -120,7 +120,7 @@ class ScoreSums:
 
     @cached_property
     def count(self) -> int:
-        """How many numbers a client adds: three or more per tally, then its number of processed samples."""
+        """Number of integers that a client adds: three or more per tally, and its number of processed samples."""
         return sum(len(self._empty(key)) for key in self.keys) + 1
 
     def numbers(
@@ -185,7 +185,7 @@ class ScoreSums:
             return metrics_of(numbers, samples, self.task.value_std)
         run, size = self.settings.run, self.task.num_classes
         positive = positive_class(run, self.task.class_names)
-        if max(numbers) >= 1 << 53:  # one client has added impossible numbers, which the mask hides
+        if max(numbers) >= 1 << 53:  # the mask hides which client has added impossible numbers
             return {}
         scores = BinnedScores.from_numbers(numbers, size)
         if not scores.is_consistent(self.task.target, samples):

@@ -123,7 +123,7 @@ class MethodSettings:
         return {}
 
     def notices(self, settings: "Settings", network: "Architecture") -> "tuple[str, ...]":
-        """Return warnings to log before round 1, for example about settings that reduce the method to another one."""
+        """Return warnings to log before round 1, for example that the settings reduce the method to another method."""
         return ()
 
     def network(self, plain: "Architecture", num_clients: int) -> "Architecture":
@@ -186,8 +186,8 @@ class Settings:
                 )
         if self.run.robust != "mean" and self.train.dp == CENTRAL:
             raise SettingsError(
-                f"robust = {self.run.robust!r} with dp = {CENTRAL!r}: the noise suits a mean of clipped updates; "
-                "set robust = 'mean'"
+                f"robust = {self.run.robust!r} with dp = {CENTRAL!r}: the noise is calibrated for a mean of clipped "
+                "updates; set robust = 'mean'"
             )
         if self.run.robust != "mean" and self.method.robust:
             raise SettingsError(
@@ -212,7 +212,7 @@ class Settings:
         return ""
 
     def as_config(self) -> dict[str, Scalar]:
-        """Return the settings as a flat mapping; the method's settings are prefixed with its name."""
+        """Return the settings as a flat mapping; the method's settings are prefixed with the method's name."""
         method_config = as_config(self.method, key_prefix(self.run.method))
         return {**as_config(self.run), **as_config(self.data), **as_config(self.train), **method_config}
 

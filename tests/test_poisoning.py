@@ -164,7 +164,7 @@ def test_fednhs_class_shares_must_sum_to_one(make_strategy: MakeStrategy) -> Non
     arrays["directions"] = Array(np.float32(1.1) * directions)
     take(strategy, replies)
     ((client, reason),) = strategy.record.dropped
-    assert client == BAD and reason.startswith("shares of the classes")
+    assert client == BAD and reason.startswith("the class shares")
 
 
 # -- the largest weight ----------------------------------------------------------------------------------

@@ -645,7 +645,7 @@ def test_a_non_finite_value_is_refused(value: float, make_config: MakeConfig, ti
     x = x.copy()
     x[30, 2] = value
     config = make_config("fedavg", data=(x, y, train, test))
-    assert_refused(config, DataError, config["dataset"], "(30, 2)", "only finite numbers")
+    assert_refused(config, DataError, config["dataset"], "(30, 2)", "only finite float32 numbers")
 
 
 def test_a_truncated_file_is_refused(make_config: MakeConfig) -> None:

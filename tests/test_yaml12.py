@@ -64,8 +64,8 @@ LAUGHS = "a0: &a0 [1, 1, 1]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'
 
 
 HARMFUL = {
-    "deep": ("a: " + "[" * 5000 + "]" * 5000, "nested more than 50 deep"),
-    "indented": ("".join(" " * i + "a:\n" for i in range(500)), "nested more than 50 deep"),
+    "deep": ("a: " + "[" * 5000 + "]" * 5000, "nested more than 50 levels deep"),
+    "indented": ("".join(" " * i + "a:\n" for i in range(500)), "nested more than 50 levels deep"),
     "laughs": (LAUGHS, "more than 200000 values"),
     "chain": ("a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 5000)), "including aliases"),
     "itself": ("a: &a [*a]", "an alias that contains itself"),
