@@ -20,7 +20,7 @@ from posy.strategies.replies import Update
 class FedFomoClient(PersonalClient):
     """Train from theta + sum_n w_n (theta_n - theta), with weights w_n >= 0 that sum to 1 (FedFomo, Eqs. 3-5).
 
-    theta is the starting point of the client's last training, and the first theta_n is the result of that training.
+    theta is the starting point of the client's last training, and the first theta_n is its result.
     """
 
     method: FedFomoSettings

@@ -71,5 +71,5 @@ class FedUVSettings(MethodSettings, robust=True, point="served"):
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
         """Warn if neither regulariser has an effect."""
         if not self.variance and (not self.uniformity or not network.layer_names[:-1]):
-            return ("no regulariser has an effect on the network: this is FedAvg",)
+            return ("no regulariser has an effect on the network, so the run is equivalent to FedAvg",)
         return ()

@@ -240,7 +240,7 @@ BATCHNORM = {
     ("method", "settings", "words"),
     [
         ("fedfew", {"fedfew_initialisation": "same"}, "all models stay equal"),
-        ("fedacs", {"fedacs_p": 1.0}, "method = 'local'"),
+        ("fedacs", {"fedacs_p": 1.0}, "as with method = 'local'"),
         ("fedacs", {"fedacs_p": 0.8}, "with 4 clients"),
         ("fedacs", {"holdout_clients": 0.5, "fedacs_p": 0.4}, "with 2 clients"),
         ("feddrm", {"model": "linear"}, "predict as method = 'local'"),

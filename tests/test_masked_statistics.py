@@ -76,7 +76,7 @@ def test_pooled_sum_gives_labels_with_their_site_counts(count: int) -> None:
 def test_too_many_labels_and_long_labels_are_errors() -> None:
     with pytest.raises(SettingsError, match=r"too many labels .* set classes"):
         pooled(numbers_of([str(n) for n in range(2 * CELLS)], 1, EMPTY, EMPTY), 0, classes=True)
-    with pytest.raises(DataError, match="has 121 bytes") as caught:
+    with pytest.raises(DataError, match="a label or a category has 121 bytes") as caught:
         numbers_of(["x" * 121], 1, EMPTY, EMPTY)
     assert caught.value.shared(10).startswith("a label or a category is too long")
     with pytest.raises(DataError, match="too large for a masked sum"):
