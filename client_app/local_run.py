@@ -262,12 +262,8 @@ class LocalRun:
         if self.settings.train.withholds_scores:
             return values
         advice = advice_on_divergence(self.settings.train)
-        splits: dict[str, Split] = {point: "test"}
-        if self.settings.data.validation_fraction:
-            splits[f"{point}-validation"] = "validation"
-        if self.settings.run.evaluate_training:
-            splits[f"{point}-training"] = "train"
-        for key, split in splits.items():
+        for word, split in self.settings.scored_splits.items():
+            key = f"{point}-{word}" if word else point
             if len(labels := self.jobs.samples(split).y):
                 outputs = yield from self.client.predict(predictor, split)
                 if self.masking and bool(torch.isnan(outputs).any()):

@@ -17,7 +17,8 @@ from posy.metrics import CLASSES, LABELS, VALUES
 from posy.models.architecture import Architecture, reduced_like
 from posy.models.parameters import FloatArray
 from posy.scores import Predictions
-from posy.strategies.run_settings import RunSettings, positive_class
+from posy.strategies.columns import predictions_with
+from posy.strategies.run_settings import RunSettings
 
 if TYPE_CHECKING:
     from posy.strategies.settings import MethodSettings
@@ -136,8 +137,7 @@ def predictions_of(outputs: Tensor, y: Tensor, task: Task, run: RunSettings) -> 
     final = in_original_unit(outputs.double(), task)
     if task.target == CLASSES:
         final /= final.sum(dim=-1, keepdim=True)  # float32 sums to 1 only up to rounding
-    positive = positive_class(run, task.class_names)
-    return Predictions(task.target, array_of(y), array_of(final), positive, run.threshold, run.fixed_sensitivity)
+    return predictions_with(task, run, array_of(y), array_of(final))
 
 
 def in_original_unit(outputs: Tensor, task: Task) -> Tensor:

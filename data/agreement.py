@@ -497,12 +497,9 @@ def _value_moments(settings: DataSettings, descriptions: Sequence[Description]) 
 
 def _joint_scale(descriptions: Sequence[Description] | Sequence[Pooled]) -> tuple[str, str]:
     """Return the mean and the standard deviation over the samples of several sites, as texts for settings."""
-    counts = np.array([d.count for d in descriptions], np.float64)[:, None]
-    means = np.stack([d.mean for d in descriptions])
-    mean = (counts * means).sum(0) / counts.sum()
-    mean = np.where((means == means[0]).all(0), means[0], mean)
-    squares = np.stack([d.squares for d in descriptions]).sum(0) + (counts * (means - mean) ** 2).sum(0)
-    mean_text, std_text = (",".join(map(repr, v.tolist())) for v in (mean, deviation(mean, squares / counts.sum())))
+    total = merged([Moments(d.count, np.full(d.mean.shape, d.count), d.mean, d.squares) for d in descriptions])
+    scale = total.mean, deviation(total.mean, total.squares / total.rows)
+    mean_text, std_text = (",".join(map(repr, values.tolist())) for values in scale)
     return mean_text, std_text
 
 

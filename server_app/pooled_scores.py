@@ -13,8 +13,8 @@ from posy.metrics import CLASSES, Metric, metrics_for
 from posy.predictions import read_predictions
 from posy.randomness import numpy_generator
 from posy.scores import Predictions, confusion_matrix, recalls, values_of
-from posy.strategies.columns import POINTS
-from posy.strategies.run_settings import RunSettings, positive_class
+from posy.strategies.columns import POINTS, predictions_with
+from posy.strategies.run_settings import RunSettings
 
 MAJORITY = 0.8
 """Minimum share of the largest class at which a summary warns that accuracy hides mistakes in the other classes."""
@@ -68,10 +68,7 @@ def read_clients(
     names = task.class_names
     shape = (0,) if task.target == CLASSES else (0, len(names))
     kind = np.int64 if task.target == CLASSES else np.float64
-    positive = positive_class(run, names)
-    empty = Predictions(
-        task.target, np.empty(shape, kind), np.empty((0, len(names))), positive, run.threshold, run.fixed_sensitivity
-    )
+    empty = predictions_with(task, run, np.empty(shape, kind), np.empty((0, len(names))))
     paths = [folder / f"{point}-{client}.csv" for folder in folders for client in clients]
     parts = [empty, *(read_predictions(path, empty, names) for path in paths if path.is_file())]
     y, outputs = (np.concatenate([getattr(part, name) for part in parts]) for name in ("y", "outputs"))

@@ -5,11 +5,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
 
+import numpy.typing as npt
+
 from posy.data.task import Task
 from posy.metrics import METRICS, Metric, column_of, metrics_for
+from posy.scores import Predictions
 from posy.spread import Spread, spread
 from posy.strategies.replies import LOSS, RoundRecord
-from posy.strategies.run_settings import metric_of
+from posy.strategies.run_settings import RunSettings, metric_of, positive_class
 from posy.strategies.settings import Settings
 
 POINTS = ("served", "local")
@@ -40,11 +43,7 @@ class Columns:
         """Return the columns for a run on a task."""
         metric = metric_of(settings.run, task.target, task.num_classes)
         other_metrics = tuple(other.name for other in metrics_for(task.target, task.num_classes) if other != metric)
-        is_scored = {
-            "validation": settings.data.validation_fraction > 0,
-            "training": settings.run.evaluate_training,
-        }
-        return cls(metric, other_metrics, tuple(split for split, scored in is_scored.items() if scored))
+        return cls(metric, other_metrics, tuple(filter(None, settings.scored_splits)))
 
     @cached_property
     def in_every_round(self) -> tuple[str, ...]:
@@ -74,12 +73,16 @@ class Columns:
             return (*first, *last)
         return (*first, "n_test", *self.in_every_round[1:], *self.further, TRAIN_LOSS, "chosen", *last)
 
+    @cached_property
+    def _metric_in(self) -> dict[str, Metric]:
+        """The metric in each column that has one; the other columns contain losses."""
+        of_run = {column_of(p, self.metric.name, split): self.metric for p in POINTS for split in ("", *self.splits)}
+        return of_run | {column_of(p, name): METRICS[name] for p in POINTS for name in self.other_metrics}
+
     def lower_is_better(self, column: str) -> bool:
         """Return whether lower values of a column are better."""
-        measure = column.replace("_", "-")
-        for prefix in (*POINTS, "validation", "training"):
-            measure = measure.removeprefix(f"{prefix}-")
-        return measure not in METRICS or METRICS[measure].lower_is_better
+        metric = self._metric_in.get(column)
+        return metric is None or metric.lower_is_better
 
     def spreads(self, record: RoundRecord) -> dict[str, Spread | None]:
         """Return the spread of each column over a round's clients, or from their masked sums."""
@@ -92,6 +95,12 @@ class Columns:
         rows_with_value = [row for row in rows if column in row]
         values, weights = ([row[key] for row in rows_with_value] for key in (column, "n_train"))
         return spread(values, weights, lower_is_better=self.lower_is_better(column))
+
+
+def predictions_with(task: Task, run: RunSettings, y: npt.NDArray[Any], outputs: npt.NDArray[Any]) -> Predictions:
+    """Return predictions with the positive class and the thresholds of the run; see :class:`Predictions`."""
+    positive = positive_class(run, task.class_names)
+    return Predictions(task.target, y, outputs, positive, run.threshold, run.fixed_sensitivity)
 
 
 def newcomer_scores(rows: Mapping[int, Mapping[str, Any]], columns: Columns) -> dict[str, Any]:

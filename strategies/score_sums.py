@@ -87,13 +87,8 @@ class ScoreSums:
 
     @cached_property
     def splits(self) -> dict[str, str]:
-        """The names of the splits on which the run scores models, keyed by the suffix in the scores' keys."""
-        names = {"": "test"}
-        if self.settings.data.validation_fraction:
-            names["-validation"] = "validation"
-        if self.settings.run.evaluate_training:
-            names["-training"] = "train"
-        return names
+        """The scored splits, keyed by the suffix in the scores' keys."""
+        return {f"-{word}" if word else "": split for word, split in self.settings.scored_splits.items()}
 
     def split_of(self, key: str) -> str:
         """Return the split of a tally."""

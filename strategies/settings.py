@@ -211,6 +211,16 @@ class Settings:
             return f"dp-scores = {self.train.dp_scores!r}, because clients send no validation scores"
         return ""
 
+    @property
+    def scored_splits(self) -> dict[str, Literal["test", "validation", "train"]]:
+        """The splits on which the run scores models, keyed by the word in the names of scores; empty for the tests."""
+        splits: dict[str, Literal["test", "validation", "train"]] = {"": "test"}
+        if self.data.validation_fraction:
+            splits["validation"] = "validation"
+        if self.run.evaluate_training:
+            splits["training"] = "train"
+        return splits
+
     def as_config(self) -> dict[str, Scalar]:
         """Return the settings as a flat mapping; the method's settings are prefixed with the method's name."""
         method_config = as_config(self.method, key_prefix(self.run.method))
