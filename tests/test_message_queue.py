@@ -228,7 +228,7 @@ def after(seconds: float, act: Callable[[], object]) -> threading.Timer:
 
 def test_requests_wait_for_messages_and_replies(queue: MessageQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(message_queue, "HOLD_SECONDS", 5.0)
-    monkeypatch.setattr(message_queue, "GATHER_SECONDS", 2.0)
+    monkeypatch.setattr(message_queue, "GATHER_SECONDS", 20.0)
     messages = [packed(value=1.0), packed(value=2.0)]
     *first_parts, last = send(queue, messages[0], complete=False)
     for part in first_parts:
@@ -236,7 +236,7 @@ def test_requests_wait_for_messages_and_replies(queue: MessageQueue, monkeypatch
     begun = time.monotonic()
     timer = after(0.3, lambda: queue.store(RUN, last, messages[0].objects[last]))
     assert queue.pull(NODE) is not None
-    assert 0.25 < time.monotonic() - begun < 3
+    assert 0.25 < time.monotonic() - begun < 4.5
     timer.join()
     send(queue, messages[1])
     begun = time.monotonic()
@@ -244,7 +244,7 @@ def test_requests_wait_for_messages_and_replies(queue: MessageQueue, monkeypatch
         after(0.2 + 0.1 * i, lambda message=message: answer(queue, message)) for i, message in enumerate(messages)
     ]
     assert len(queue.replies(RUN, [message.tree.object_id for message in messages])) == 2
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 10
     for timer in timers:
         timer.join()
 
@@ -253,13 +253,14 @@ def test_time_and_number_of_waiting_requests_are_limited(queue: MessageQueue, mo
     monkeypatch.setattr(message_queue, "HOLD_SECONDS", 0.5)
     begun = time.monotonic()
     assert queue.pull(NODE) is None
-    assert 0.45 < time.monotonic() - begun < 3
+    assert 0.45 < time.monotonic() - begun < 10
+    monkeypatch.setattr(message_queue, "HOLD_SECONDS", 2.0)
     with futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(queue.pull, NODE)
         time.sleep(0.1)
         begun = time.monotonic()
         assert queue.pull(NODE) is None  # only one request of a node waits
-        assert time.monotonic() - begun < 0.2
+        assert time.monotonic() - begun < 1
         waiting.result()
 
 

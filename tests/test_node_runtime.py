@@ -129,7 +129,7 @@ def test_a_worker_that_does_not_read_is_abandoned(ends: tuple[Worker, socket.soc
     worker.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 200_000))
     begun = time.monotonic()
     worker.hand("m", {"m": bytes(50_000_000)}, Run(7), BUNDLE, NODE, b"")
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30
     assert worker.events.get(timeout=5) is None
 
 
