@@ -296,8 +296,8 @@ def read_plan(file: Path, overrides: Mapping[str, Scalar] | None = None, output:
 
     A table file contains ``runs`` and ``seeds``. Optional keys are ``variants``, ``settings`` for all cells, ``title``
     and ``output`` (a directory; default: ``results/FILE``). Each entry of ``runs`` is a row with ``name``,
-    ``settings`` and ``variants``, which maps names of variants to settings. ``runs: all`` creates one row per method.
-    Each entry of ``variants`` has a ``name`` and ``settings``.
+    ``settings`` and ``variants``, which maps names of variants to settings. ``runs: all``, or an entry ``all``, creates
+    one row per method. Each entry of ``variants`` has a ``name`` and ``settings``.
 
     A row's settings override a variant's settings, which override the common settings. A row's settings in a variant
     override all three. The settings ``overrides`` from the command line override the file, and so does ``output``.
@@ -332,8 +332,11 @@ def plan_of(
     is false, Posy accepts overrides that have no effect in any cell.
     """
     overrides = {**(reduced or {}), **command_line}
-    if content.get("runs") == ALL:
-        content["runs"] = [{"name": method, "settings": {"method": method}} for method in METHODS]
+    runs = content.get("runs")
+    if runs == ALL or (isinstance(runs, list) and ALL in runs):
+        every_method = [{"name": method, "settings": {"method": method}} for method in METHODS]
+        entries = [ALL] if runs == ALL else runs
+        content["runs"] = [row for entry in entries for row in (every_method if entry == ALL else [entry])]
     _check_parts(content, file)
     seeds = content["seeds"]
     rows = _named(content.get("runs", []), "runs", file)

@@ -35,6 +35,7 @@ from posy.metrics import METRICS
 from posy.server_app.app import run as execute
 from posy.server_app.resume import RAN_ON
 from posy.settings import SettingsError
+from posy.strategies.methods import METHODS
 from posy.strategies.registry import read_settings
 
 ACCURACY = METRICS["accuracy"]
@@ -59,6 +60,12 @@ def write_table(folder: Path, **content: Any) -> Path:
     }
     file.write_text(yaml.safe_dump(table), encoding="utf-8")
     return file
+
+
+def test_all_adds_one_row_per_method(tmp_path: Path) -> None:
+    pooled = {"name": "Pooled", "settings": {"method": "pooled"}}
+    for runs, expected in (("all", [*METHODS]), (["all", pooled], [*METHODS, "Pooled"])):
+        assert [cell.row for cell in read_plan(write_table(tmp_path, runs=runs)).cells] == expected
 
 
 @pytest.fixture(autouse=True)
