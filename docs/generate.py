@@ -500,6 +500,31 @@ def compare_cifar10() -> str:
     return compared("cifar10")
 
 
+def compare_heart() -> str:
+    """Return the table of all methods on the four hospitals, with raw tables and cross-validation."""
+    return hospitals("compare-heart")
+
+
+def compare_flamby() -> str:
+    """Return the table of all methods on the four hospitals, with FLamby's preparation and test split."""
+    return hospitals("compare-flamby")
+
+
+def hospitals(name: str) -> str:
+    """Return a table with the mean AUROC of each method, its gain over local training, and its AUROC in each client."""
+    columns, _, *lines = (RESULTS / name / "table.md").read_text().partition("## Each client\n\n")[2].splitlines()
+    of_clients = {cells[0]: cells[2:] for line in lines if (cells := line.strip("| ").split(" | ")) and len(cells) > 2}
+    rows = clients_of(name).sort_values("mean", ascending=False)
+    body = []
+    for row in rows.to_dict("records"):
+        gain, _ = beside_local(row)
+        beats = row[f"{row['point']}-beats-local"]
+        means = [f"{100 * row['mean']:.1f}{' ▲' * bool(beats)}{' ≈' * bool(row['alike'])}", gain]
+        body.append([row["method"], row["point"], *means, *of_clients[row["method"]]])
+    head = ["method", "at", "mean AUROC", "over Local", *columns.strip("| ").split(" | ")[2:]]
+    return f"{table(head, body)}\n\n{textwrap.fill(beating(rows), 120)}"
+
+
 def tuned_digits() -> str:
     """Return the table of all tuned methods on digits."""
     return tuned("digits", "Dir(0.1)")
@@ -555,6 +580,8 @@ MAKERS = (
     compare_mnist,
     compare_agnews,
     compare_cifar10,
+    compare_heart,
+    compare_flamby,
     tuned_digits,
     tuned_mnist,
     tuned_cifar10,

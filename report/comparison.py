@@ -531,7 +531,8 @@ def per_client(runs: Sequence[Run], metric: Metric) -> str:
 
 
 def _over_seeds(values: Sequence[float], metric: Metric) -> str:
-    return f" ± {metric.number(statistics.stdev(values))}" if len(values) > 1 else ""
+    defined = [value for value in values if not math.isnan(value)]
+    return f" ± {metric.number(statistics.stdev(defined))}" if len(defined) > 1 else ""
 
 
 def _significant(gains: Mapping[str, Gain | None], *, lower: bool) -> dict[str, bool]:

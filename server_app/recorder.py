@@ -1,13 +1,11 @@
 """Records a run: writes its rounds to files, prints its progress, and draws its figures."""
 
 import shutil
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from logging import INFO, WARNING
-from multiprocessing import active_children
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,10 +18,10 @@ from flwr.common.logger import log
 from posy.client_app.workspace import Workspace
 from posy.data.partitions import small_clients
 from posy.extensions import key_prefix
-from posy.forked import private_memory
 from posy.metrics import column_of
 from posy.server_app.checkpoints import ARRAYS, Checkpoint, Checkpoints, Resumption, data_digests
 from posy.server_app.federation import Federation
+from posy.server_app.memory import Memory
 from posy.server_app.pictures import Pictures
 from posy.server_app.pooled_scores import majority_notice, pooled_scores
 from posy.server_app.privacy import PrivacyLedger
@@ -49,6 +47,8 @@ NOT_AVAILABLE = "not available: with secure-aggregation the server knows only su
 """The entry ``client-scores`` in a summary under secure aggregation."""
 HELD_BYTES = 1 << 30
 """Maximum size, in bytes, of a server state that is copied after each round in case the next round is interrupted."""
+MEMORY_SECONDS = 5.0
+"""Maximum age, in seconds, of the peak memory in the summary of a run in progress."""
 
 
 class Recorder:
@@ -106,6 +106,7 @@ class Recorder:
         """Warnings about the scores, for the summary."""
         self.summary: dict[str, Any] = {}
         self._started = time.perf_counter()
+        self._memory = Memory(workspace.device)
         if resumption is not None:
             self._continue_from(resumption.checkpoint)
         self.status.note(results=self.directory.path, rounds=self.strategy.settings.run.num_server_rounds)
@@ -335,7 +336,7 @@ class Recorder:
                 "seed": settings.run.seed,
                 **({"folds": settings.data.folds, "fold": settings.data.fold} if settings.data.fold else {}),
                 "seconds": time.perf_counter() - self._started,
-                **peak_memory(self.workspace.device),
+                **self._memory.peak(at_most_old=MEMORY_SECONDS if status == "running" else 0.0),
                 **self.totals.summary(self.columns.metric, settings.run.average_rounds),
                 **self._system_summary(),
                 **self.totals.early_stop(settings.run.patience, settings.method.point, self.columns.metric),
@@ -363,20 +364,3 @@ class Recorder:
         if not workspace.of_sites and (clients := small_clients(workspace.partition, workspace.dataset)):
             facts["small-clients"] = clients
         return facts
-
-
-def peak_memory(device: torch.device) -> dict[str, int]:
-    """Return the peak memory of this run's processes and of its tensors on a GPU, in bytes.
-
-    For forked processes, the function counts the current private memory instead of the peak.
-    """
-    peaks = {}
-    with suppress(ImportError):
-        import resource  # noqa: PLC0415 - not available on Windows
-
-        unit = 1 if sys.platform == "darwin" else 1024
-        forked = sum(private_memory(process.pid or 0) for process in active_children())
-        peaks["peak-memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit + forked
-    if device.type == "cuda":
-        peaks["peak-gpu-memory"] = torch.cuda.max_memory_allocated(device)
-    return peaks
