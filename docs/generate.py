@@ -85,7 +85,7 @@ def methods() -> str:
     return (
         f"{table(columns, rows)}\n\nA method's page states its equations, messages, state, settings with their "
         "sources, and deviations from the paper.\n[Checks against published programs](methods/README.md) lists the "
-        "programs and the largest differences."
+        "programs and the largest differences from Posy."
     )
 
 
@@ -149,10 +149,10 @@ def program_checks(cards: Mapping[str, MethodCard]) -> str:
     parts = [
         "<!-- Written by `python docs/generate.py`. -->",
         "# Checks against published programs",
-        "Published programs and Posy solve the same tiny problem, with three clients, two rounds, given weights and "
-        "full batches ([problem.py](../../tests/programs/problem.py)). The programs ran outside this repository, and "
-        "the tests contain their results as constants. The largest difference is the tolerance of the test. It covers "
-        "the server's arrays and the clients' models after the last round.",
+        "Published programs and Posy solve the same tiny problem, with three clients, two rounds, fixed initial "
+        "weights and full batches ([problem.py](../../tests/programs/problem.py)). The programs ran outside this "
+        "repository, and the tests contain their results as constants. The table lists the largest difference that "
+        "each test tolerates in the server's arrays and the clients' models after the last round.",
         table(["`method`", "program", "published by", "commit", "largest difference"], rows),
         "## Methods without a check",
         table(["`method`", "reason"], missing),
@@ -250,7 +250,7 @@ def messages(card: MethodCard, cls: type[MethodSettings]) -> str:
     if card.sent or card.returned:
         parts.append(
             "d is the number of parameters, M the number of clients, and C the number of classes. "
-            "[privacy.md](../privacy.md) lists the numbers that every reply contains."
+            "[privacy.md](../privacy.md) lists the values that every reply contains."
         )
     if names := [name for name, refusal in supported.items() if refusal is None]:
         parts.append(f"The messages support {_listed(names)}.")
@@ -319,9 +319,9 @@ def checked_with(method: str, card: MethodCard) -> str:
     publisher = "by the paper's authors" if program.by_authors else "not by the paper's authors"
     test = f"tests/programs/test_program_{method.replace('-', '_')}.py"
     return (
-        f"Program: [{program.repository}]({address(program)}) ({publisher}, commit {program.commit[:10]}). The "
-        f"compared code is {program.entry}.\n\nOn the [tiny problem](../../tests/programs/problem.py) the arrays of "
-        f"the program and of Posy differ by at most {exponent(program)} ([test](../../{test}))."
+        f"Program: [{program.repository}]({address(program)}) ({publisher}, commit {program.commit[:10]}). Code "
+        f"compared: {program.entry}.\n\nOn the [tiny problem](../../tests/programs/problem.py), the program's arrays "
+        f"and Posy's arrays differ by at most {exponent(program)} ([test](../../{test}))."
     )
 
 
@@ -385,9 +385,11 @@ def beating(rows: pd.DataFrame, variant: str = "") -> str:
     """Return a sentence that names the models with a significant gain over local training."""
     methods = {point: list(rows["method"][rows[f"{point}-beats-local"]]) for point in ("served", "local")}
     parts = [f"the {point} models of {_listed(names)}" for point, names in methods.items() if names]
-    subject = ", and ".join(parts) or "no models"
     opening = f"With {variant}, " if variant else ""
-    return capitalised(f"{opening}{subject} are significantly better than local training.")
+    better = "significantly better than local training"
+    if len(parts) > 1:
+        return capitalised(f"{opening}these models are {better}: {', and '.join(parts)}.")
+    return capitalised(f"{opening}{parts[0]} are {better}." if parts else f"{opening}no model is {better}.")
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -208,7 +208,7 @@ def test_generated_page_sections(generate: dict[str, Any]) -> None:
     check = generate["checked_with"]("example", card)
     assert (
         "not by the paper's authors" in check
-        and "commit aaaaaaaaaa). The compared code is main.py, train." in check
+        and "commit aaaaaaaaaa). Code compared: main.py, train." in check
         and "at most 3e-7" in check
     )
     assert generate["unwrapped"]("Two facts:\n\n* one\n  more\n* two\n") == "Two facts:\n- one more\n- two"

@@ -509,7 +509,7 @@ def test_averages_use_the_last_rounds_and_each_methods_point(paper_dir: Path) ->
     assert [entry.state for entry in Comparison(item("mine", "table1")).entries] == ["not run"] * 4
     assert main(["paper", "mine", "table1", "-j", "1"]) == 0
     states = [(entry.row, entry.measure, entry.state) for entry in Comparison(item("mine", "table1")).entries]
-    assert states == [(name, "own average weighted", "drawn") for name in ("fedavg", "ditto")]
+    assert states == [(name, "own average weighted", "plotted") for name in ("fedavg", "ditto")]
     for name, point in (("fedavg", "served"), ("ditto", "local")):
         cell = Path(f"papers/mine/results/table1-small/{name}/seed-0")
         summary = json.loads((cell / "summary.json").read_text())
@@ -592,11 +592,11 @@ def test_a_figure_without_runs_is_drawn_if_its_data_exists(paper_dir: Path) -> N
     assert main(command) == 0
     assert picture.is_file()
     text = page_of_mine.read_text(encoding="utf-8")
-    assert "[Figure 7](#figure-7) | drawn |" in text
+    assert "[Figure 7](#figure-7) | plotted |" in text
     assert "not run" not in text
     # The picture stays on the page if the page is drawn again without the data.
     assert main(["paper", "mine"]) == 0
-    assert "[Figure 7](#figure-7) | drawn |" in page_of_mine.read_text(encoding="utf-8")
+    assert "[Figure 7](#figure-7) | plotted |" in page_of_mine.read_text(encoding="utf-8")
 
 
 def test_figures_that_posy_cannot_draw_state_their_needs(paper_dir: Path) -> None:
@@ -777,7 +777,7 @@ def test_a_partition_is_drawn_without_runs(paper_dir: Path, capsys: pytest.Captu
     assert main(["paper", "mine", "figure2", "data-dir=nowhere", "download=false"]) == 0
     assert "not run: kvasir" in capsys.readouterr().out
     comparison = Comparison(item("mine", "figure2"))
-    assert {entry.variant: entry.state for entry in comparison.entries} == {"here": "drawn", "elsewhere": "not run"}
+    assert {entry.variant: entry.state for entry in comparison.entries} == {"here": "plotted", "elsewhere": "not run"}
     counts = comparison.counts_of("here")
     assert counts is not None
     assert counts.shape == (4, 10)
@@ -785,7 +785,7 @@ def test_a_partition_is_drawn_without_runs(paper_dir: Path, capsys: pytest.Captu
     assert Path("docs/papers/mine-figure2.png").is_file()
     text = Path("docs/papers/mine.md").read_text(encoding="utf-8")
     assert "![Figure 2](mine-figure2.png)" in text
-    assert "1 drawn, 1 not run" in text
+    assert "1 plotted, 1 not run" in text
     (paper_dir / "figure2.yaml").write_text(
         dump({**content, "settings": {**settings, "num-clients": 5}}), encoding="utf-8"
     )
@@ -884,7 +884,7 @@ def test_a_figure_runs_on_an_npz_data_set(paper_dir: Path) -> None:
     assert (folder / "mine-figure6.png").is_file()
     text = (folder / "mine.md").read_text(encoding="utf-8")
     assert "![Figure 6]" in text
-    assert "4 drawn" in text
+    assert "4 plotted" in text
 
 
 @pytest.mark.slow

@@ -158,7 +158,7 @@ def test_rows_run_on_data_in_its_published_layout(
         if entry.printed is not None:
             assert f" → {entry.ours.mean:.2f} " in lines[entry.row]
     if comparison.item.kind != "table":
-        assert f"{len(case.rows)} drawn" in page
+        assert f"{len(case.rows)} plotted" in page
         assert Path(f"results/papers/mine/mine-{case.name}.png").is_file()
 
 

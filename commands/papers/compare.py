@@ -20,8 +20,8 @@ from posy.strategies.registry import declared
 
 WANTED = {name: files for name, _, files, _ in describe()}
 """Files for ``data-dir``, by data set."""
-REPRODUCED, DIFFERS, NOT_RUN, DRAWN = "reproduced", "differs", "not run", "drawn"
-"""States of a number. ``DRAWN`` means that the paper prints no number."""
+REPRODUCED, DIFFERS, NOT_RUN, DRAWN = "reproduced", "differs", "not run", "plotted"
+"""States of a number. ``DRAWN`` means that the paper does not state a number."""
 HUNDREDTH = 0.01
 """Tolerance for a number that is not a percentage, such as an entropy or Jain's index."""
 COUNTED = 5e-4

@@ -24,7 +24,7 @@ OWN = Path("results/papers")
 """Folder for runs and pages whose command-line settings affect the results."""
 COLUMNS = (
     *("claims", *OUTCOMES),
-    *("numbers reproduced", "differ", "drawn", "not run"),
+    *("numbers reproduced", "differ", "plotted", "not run"),
 )
 """Columns of the list of papers."""
 ITEM = ("name", "content", "numbers", "claims")
