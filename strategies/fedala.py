@@ -1,6 +1,6 @@
 """FedALA (Zhang et al., 2023): each client learns, entry by entry, how far to move from its model to the global one.
 
-Only the upper layers are mixed; the lower layers come from the global model. ``served`` scores the mixture.
+Only the upper layers are mixed, and the lower layers come from the global model. ``served`` scores the mixture.
 """
 
 from typing import TYPE_CHECKING

@@ -1,6 +1,6 @@
 """FedCP (Zhang et al., 2023): a policy divides each sample's features between a personal and a global head.
 
-The body, the policy and the global head are shared; the personal head stays on the client. A client trains with the
+The body, the policy and the global head are shared. The personal head stays on the client. A client trains with the
 global head fixed, and then sends the mean of both heads in place of the global head. The loss pulls the client's
 features towards the served body's features.
 """

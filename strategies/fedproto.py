@@ -92,7 +92,7 @@ class FedProtoSettings(
             "clients. The program averages clients with equal weights.",
             "The distance is computed for each sample, as in the program. Eq. 7 computes it for each class mean.",
             "Prototypes are features of the trained network. The program collects them during the last epoch.",
-            "A client predicts one of all classes that have a prototype. The program considers only the client's own "
+            "A client predicts one of the classes that have a prototype. The program considers only the client's own "
             "classes.",
         ),
         program=Program(

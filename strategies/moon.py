@@ -60,8 +60,8 @@ class MOONSettings(MethodSettings, robust=True, point="served"):
             "head of two layers.",
             "The features of the global and the previous model are computed once per round, from samples without "
             "augmentation. The program computes them for each augmented batch.",
-            "Until a client has trained, its previous model is the global model. In the program, from round 2 on, it "
-            "is a randomly initialised network.",
+            "Until a client has trained, its previous model is the global model. From round 2 onwards, the program "
+            "uses a randomly initialised network instead.",
             "The program fixes SGD's momentum at 0.9. In Posy, the momentum is a setting.",
         ),
         program=Program(

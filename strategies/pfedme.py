@@ -110,7 +110,8 @@ class PFedMeSettings(MethodSettings, robust=True):
             "and so does Posy.",
             "`local-epochs` counts passes over the data; in the paper and its program R counts mini-batches "
             "(`local-steps`).",
-            "With BatchNorm, w_i takes θ's running statistics, because the method has no forward pass at w_i.",
+            "If the network has BatchNorm layers, w_i uses θ's running statistics, because the method never runs a "
+            "forward pass with w_i.",
         ),
         program=Program(
             "CharlieDinh/pFedMe",
