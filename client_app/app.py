@@ -48,6 +48,7 @@ from posy.forked import Parcel
 from posy.paths import absolute
 from posy.settings import SettingsError
 from posy.strategies.arrays import Arrays
+from posy.strategies.client_settings import report_of
 from posy.strategies.masking import Words
 from posy.strategies.secure_aggregation import EVALUATION, STATISTICS, TRAINING
 
@@ -125,6 +126,7 @@ def hosted(workspace: Workspace, context: Context) -> dict[str, Any]:
         "clients": clients,
         "num-train": [len(part.train[c]) for c in clients],
         "num-test": [len(part.test[c]) for c in clients],
+        "node-settings": report_of(workspace.node_settings),
         "warnings": list(workspace.trainer.notes),
     }
 
@@ -196,6 +198,7 @@ class Call:
             admit(self._policy, settings_json, context, message.metadata.run_id)
         self.workspace = workspace_of(settings_json, context, self._policy)
         if self.workspace.of_sites:
+            self.workspace.site_name = str(self._config.get("site", ""))
             check_unchanged(self.workspace, context)
         if not trusting:
             own_places(self._config, context)
@@ -227,7 +230,8 @@ class Call:
             check_run(self.workspace)
             check_once(context, self.number, phase, server_round, list(self.received.values()), entries)
             if self._training:
-                spend_budget(self._policy, self.workspace.settings, context, self.num_train, server_round)
+                own_settings = self.workspace.settings_of(self.number)
+                spend_budget(self._policy, own_settings, context, self.num_train, server_round)
         # Import the class here, because open() may run on several threads at once.
         self._make: type[PersonalClient] = client_class(self.workspace.settings.run.method)
 

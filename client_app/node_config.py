@@ -4,13 +4,14 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from posy.settings import NodeConfigError, nearest
+from posy.settings import NodeConfigError, SettingsError, nearest
+from posy.strategies.client_settings import KEYS, NodeSettings, number
 from posy.strategies.registry import defaults
 
 SIGNING, TRUSTED, AUDIT = "signing-key", "trusted-keys", "audit"
 NODE_WORDS = (
     "data", "policy", "name", "state-dir", "models", "skip-unreadable", "partition-id", "num-partitions",
-    SIGNING, TRUSTED, AUDIT,
+    SIGNING, TRUSTED, AUDIT, *KEYS,
 )  # fmt: skip
 """The keys that a node reads from its config."""
 AUDIT_NAME = "audit.jsonl"
@@ -45,6 +46,27 @@ def check_node_config(config: Mapping[str, Any]) -> None:
                 f"{word} = {value!r} in the node config: {NODE_NAME} is the name of a node's key, but "
                 "`posy supernode` has no --key for this node; write a name instead"
             )
+    node_settings(config)
+
+
+def node_settings(config: Mapping[str, Any]) -> NodeSettings:
+    """Return the settings of local training in a node config.
+
+    Raises
+    ------
+    NodeConfigError
+        If a setting does not allow its value, or ``local-steps`` makes ``local-epochs`` ineffective.
+    """
+    try:
+        chosen = {key: number(key, str(config[key]), "the node config") for key in sorted(KEYS) if key in config}
+    except SettingsError as error:
+        raise NodeConfigError(str(error)) from error
+    if chosen.get("local-steps") and "local-epochs" in chosen:
+        raise NodeConfigError(
+            f"local-epochs = {chosen['local-epochs']} in the node config has no effect with local-steps = "
+            f"{chosen['local-steps']}; remove one of the two keys"
+        )
+    return tuple(chosen.items())
 
 
 def check_words(words: Iterable[str]) -> None:

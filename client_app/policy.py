@@ -15,7 +15,7 @@ from flwr.common.logger import log
 
 from posy.client_app import audit
 from posy.client_app.budget import LEDGER, Budget, BudgetExceededError, unprotected
-from posy.client_app.node_config import AUDIT_NAME
+from posy.client_app.node_config import AUDIT_NAME, node_settings
 from posy.client_app.secure_aggregation import MIN_CLIENTS
 from posy.data.columns import names_in
 from posy.data.errors import DataError
@@ -29,7 +29,7 @@ from posy.models.catalogue import PRETRAINED
 from posy.paths import absolute
 from posy.settings import NodeConfigError, Setting, SettingsError, quoted, settings_of
 from posy.storage import exclusive, is_folder_name, read_json, write_json
-from posy.strategies.client_settings import checked_entries
+from posy.strategies.client_settings import NodeSettings, bounds_of, check_allowed, checked_entries, layered
 from posy.strategies.methods import METHODS, REFERENCES, settings_class
 from posy.strategies.replies import SCORES
 from posy.strategies.run_settings import AUTO, RunSettings, TrainSettings
@@ -105,7 +105,7 @@ def _stored_policy(path: Path, modified: int, size: int) -> Policy:
 # -- settings ---------------------------------------------------------------------------------------------
 
 
-def violations(policy: Policy, config: Mapping[str, Any]) -> list[Violation]:
+def violations(policy: Policy, config: Mapping[str, Any], chosen: NodeSettings = ()) -> list[Violation]:
     """Return the rules that a run's settings violate, without importing any of the run's code.
 
     Parameters
@@ -114,16 +114,20 @@ def violations(policy: Policy, config: Mapping[str, Any]) -> list[Violation]:
         The policy of the site.
     config : mapping
         The settings, keyed by name. Missing shared settings take their defaults.
+    chosen : tuple
+        The settings in the node config, which the run must allow. They override the run's settings.
     """
     values = {**_shared_defaults(), **config}
+    of_node = {**values, **layered(dict(chosen))}
     rules = (_sources, _rows, _limits, _scores)
-    violated = [violation for rule in rules for violation in rule(policy, values)]
+    violated = [violation for rule in rules for violation in rule(policy, of_node)]
     try:
         entries = checked_entries(str(values["client-settings"]))
+        bounds_of(str(values["client-bounds"]))
     except SettingsError as error:
         return [*violated, Violation("settings", str(error))]
     for entry in entries.values():
-        of_client = {**values, **entry}
+        of_client = {**values, **layered(entry, dict(chosen))}
         violated += [violation for rule in (_rows, _limits) for violation in rule(policy, of_client)]
     return list(dict.fromkeys(violated))
 
@@ -323,10 +327,12 @@ def admit(policy: Policy, settings_json: str, context: Context, run_id: int, *, 
     ------
     PolicyError
         If the run violates a rule, the site has begun too many runs today, or the run's settings have changed.
+    SettingsError
+        If the run does not allow the settings in the node config.
     """
     if len(settings_json) > LONGEST_SETTINGS:
         raise PolicyError(Violation("settings", f"the settings have more than {LONGEST_SETTINGS:,} characters"))
-    check_settings(policy, settings_json)
+    check_settings(policy, settings_json, node_settings(context.node_config))
     counted = context.state.config_records.get(_COUNTED)
     if counted is None or counted["run"] != str(run_id):  # a run counts once, even if it continues the next day
         _count_run(policy, context.node_config, run_id)
@@ -340,10 +346,23 @@ def admit(policy: Policy, settings_json: str, context: Context, run_id: int, *, 
 
 
 @lru_cache(maxsize=8)
-def check_settings(policy: Policy, settings_json: str) -> None:
-    """Raise :class:`PolicyError` for the first rule that the settings violate."""
-    if violated := violations(policy, json.loads(settings_json)):
-        raise PolicyError(violated[0])
+def check_settings(policy: Policy, settings_json: str, chosen: NodeSettings = ()) -> None:
+    """Raise :class:`PolicyError` for the first rule that the settings violate.
+
+    Raise :class:`SettingsError` if the run does not allow the settings in the node config, ``chosen``.
+    """
+    config = json.loads(settings_json)
+    check_allowed(chosen, str(config.get("client-bounds", "")), shares_values=policy.share_settings)
+    if violated := violations(policy, config, chosen):
+        raise PolicyError(shareable(violated[0], policy, chosen))
+
+
+def shareable(violation: Violation, policy: Policy, chosen: NodeSettings) -> Violation:
+    """Return a violation without its reason if the reason quotes a setting that the site does not share."""
+    quoted_keys = [key for key, _ in chosen if key in violation.reason]
+    if policy.share_settings or not quoted_keys:
+        return violation
+    return Violation(violation.rule, f"with {', '.join(quoted_keys)} in the node config")
 
 
 _begun: dict[str, list[int]] = {}
@@ -517,7 +536,8 @@ def guarded(work: Callable[[Message, Context], Message]) -> Callable[[Message, C
                 if is_failure(error):
                     raise
                 raise method_error(error) from error
-            log(ERROR, "the node has refused a message: %s", error, exc_info=error)
+            is_explained = isinstance(error, SettingsError | PolicyError)  # a traceback would bury the message
+            log(ERROR, "the node has refused a message: %s", error, exc_info=None if is_explained else error)
             audit.note(context, error=type(error).__name__)
             if isinstance(error, PolicyError):
                 audit.note(context, rule=error.violation.rule)

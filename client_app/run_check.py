@@ -1,13 +1,10 @@
 """Check a run against a site's policy and data, and the method against the required noise and masks."""
 
-from dataclasses import replace
-
-from posy.client_app.policy import PolicyError, size_violations, too_many_parameters
+from posy.client_app.policy import PolicyError, shareable, size_violations, too_many_parameters
 from posy.client_app.privacy import check_network, check_privacy
 from posy.client_app.workspace import Workspace
 from posy.metrics import CLASSES
 from posy.models.build import count_parameters
-from posy.strategies.client_settings import all_train_settings
 
 
 def check_run(workspace: Workspace) -> None:
@@ -33,9 +30,8 @@ def check_run(workspace: Workspace) -> None:
     has_classes = workspace.task.target == CLASSES
     counts = part.counts(dataset.y, workspace.task.num_classes)[0].tolist() if has_classes else []
     parameters = workspace.architecture.layout.size
-    for train in all_train_settings(settings.train):  # the server assigns the client index later
-        of_client = replace(settings, train=train)
+    for of_client in workspace.possible_settings():
         if violations := size_violations(policy, of_client, len(part.train[0]), counts, parameters):
-            raise PolicyError(violations[0])
+            raise PolicyError(shareable(violations[0], policy, workspace.node_settings))
     check_network(settings, workspace.architecture)
     workspace.checked = True

@@ -10,7 +10,7 @@ from typing import Any
 
 from flwr.app import ConfigRecord, Context
 
-from posy.client_app.node_config import TRUSTED
+from posy.client_app.node_config import TRUSTED, node_settings
 from posy.client_app.policy import check_budget
 from posy.client_app.secure_aggregation import ProtocolError
 from posy.client_app.workspace import DEFAULT_POLICY, Workspace, data_path, workspace_for
@@ -21,6 +21,7 @@ from posy.data.policy import Policy
 from posy.data.settings import SITES, DataSettings
 from posy.data.sites import describe_site, read_site, site_numbers
 from posy.paths import absolute
+from posy.strategies.client_settings import check_allowed, report_of
 from posy.strategies.registry import from_json
 
 SECRET_FILE = "site-secret"
@@ -29,13 +30,18 @@ _RECORD = "site-data"
 
 
 def workspace_of(settings_json: str, context: Context, policy: Policy | None) -> Workspace:
-    """Return this process's workspace for the settings and this node's data."""
-    settings = from_json(settings_json)
-    if settings.data.dataset != SITES:
-        return workspace_for(settings, "")
+    """Return this process's workspace for the settings, this node's data and the settings in its node config.
+
+    Raise :class:`SettingsError` if the run does not allow the settings in the node config.
+    """
+    settings, chosen = from_json(settings_json), node_settings(context.node_config)
     policy = policy or DEFAULT_POLICY
+    check_allowed(chosen, settings.train.client_bounds, shares_values=policy.share_settings)
+    if settings.data.dataset != SITES:
+        return workspace_for(settings, "", False, DEFAULT_POLICY, chosen) if chosen else workspace_for(settings, "")
     settings = replace(settings, data=replace(settings.data, data_dir=policy.weights))
-    return workspace_for(settings, str(context.node_config.get("data", "")), skips(context.node_config), policy)
+    data = str(context.node_config.get("data", ""))
+    return workspace_for(settings, data, skips(context.node_config), policy, chosen)
 
 
 def skips(node_config: Mapping[str, Any]) -> bool:
@@ -98,9 +104,11 @@ def enrol(workspace: Workspace, context: Context) -> dict[str, Any]:
         "num-train": len(part.train[0]),
         "num-test": len(part.test[0]),
         "fingerprint": salted(workspace.fingerprint, context.node_config),
+        "node-settings": report_of(workspace.node_settings, shares_values=workspace.policy.share_settings),
         **site_notices((*map(Note, workspace.trainer.notes), *dataset.notes), dataset.skipped),
     }
-    check_budget(workspace.policy, workspace.settings, context, len(part.train[0]))
+    for settings in workspace.possible_settings():
+        check_budget(workspace.policy, settings, context, len(part.train[0]))
     if workspace.settings.data.share_class_counts:
         counts: list[int] = part.counts(dataset.y, workspace.task.num_classes)[0].tolist()
         answer["class-counts"] = [n if n >= workspace.policy.min_rows else 0 for n in counts]

@@ -37,7 +37,7 @@ from posy.models.architecture import Architecture, architecture_for
 from posy.paths import expanded
 from posy.settings import SettingsError
 from posy.sharing import IdentityCache
-from posy.strategies.client_settings import train_settings
+from posy.strategies.client_settings import NodeSettings, all_train_settings, train_settings
 from posy.strategies.settings import Settings
 
 DEFAULT_POLICY = Policy()
@@ -83,14 +83,24 @@ class Workspace:
         With ``dataset = sites``, whether the node skips image files that it cannot read.
     policy : Policy
         With ``dataset = sites``, the policy of the node.
+    node_settings : tuple
+        The settings of local training in the node config, which the run allows.
     """
 
     def __init__(
-        self, settings: Settings, site: str = "", skip_unreadable: bool = False, policy: Policy = DEFAULT_POLICY
+        self,
+        settings: Settings,
+        site: str = "",
+        skip_unreadable: bool = False,
+        policy: Policy = DEFAULT_POLICY,
+        node_settings: NodeSettings = (),
     ) -> None:
         self.settings = settings
         self.policy = policy
+        self.node_settings = node_settings
         self.site = site
+        self.site_name = ""
+        """With ``dataset = sites``, the site's name according to the server's last message."""
         self.skip_unreadable = skip_unreadable
         self.of_sites = settings.data.dataset == SITES
         self.checked = False
@@ -170,11 +180,17 @@ class Workspace:
 
     def settings_of(self, client: int) -> Settings:
         """Return the settings of a run for a client, which may have its own settings for local training."""
-        if not self.settings.train.client_settings:
+        if not self.settings.train.client_settings and not self.node_settings:
             return self.settings
         names = () if self.of_sites else self.partition.names
-        train = train_settings(self.settings.train, client, names[client] if client < len(names) else "")
+        name = names[client] if client < len(names) else self.site_name
+        train = train_settings(self.settings.train, client, name, self.node_settings)
         return replace(self.settings, train=train)
+
+    def possible_settings(self) -> list[Settings]:
+        """Return the settings that a site's client may have. The server assigns the client's index and name later."""
+        possible = all_train_settings(self.settings.train, self.node_settings)
+        return [replace(self.settings, train=train) for train in possible]
 
     def pooled_samples(self, clients: tuple[int, ...]) -> Samples:
         """Return the training samples of several clients, and keep them in memory."""
@@ -239,10 +255,15 @@ class Workspace:
 
 @lru_cache(maxsize=1)
 def workspace_for(
-    settings: Settings, site: str, skip_unreadable: bool = False, policy: Policy = DEFAULT_POLICY, /
+    settings: Settings,
+    site: str,
+    skip_unreadable: bool = False,
+    policy: Policy = DEFAULT_POLICY,
+    node_settings: NodeSettings = (),
+    /,
 ) -> Workspace:
     """Return this process's workspace for the settings. A call with different settings replaces the workspace."""
-    return Workspace(settings, site, skip_unreadable, policy)
+    return Workspace(settings, site, skip_unreadable, policy, node_settings)
 
 
 def _to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:

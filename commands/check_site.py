@@ -9,7 +9,8 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from posy.client_app.policy import policy_of
+from posy.client_app.node_config import node_settings
+from posy.client_app.policy import policy_of, violations
 from posy.client_app.site import skips
 from posy.data.agreement import (
     Description,
@@ -26,14 +27,18 @@ from posy.data.errors import DataError
 from posy.data.partitions import Partition
 from posy.data.policy import Policy
 from posy.data.pooled import Pooled
-from posy.data.settings import DataSettings
+from posy.data.settings import SITES, DataSettings
 from posy.data.sites import check_suits, describe_site, load_site, read_site
 from posy.data.task import STANDARDISED
 from posy.data.values import channel_moments
 from posy.listing import laid_out
 from posy.metrics import CLASSES, LABELS, VALUES
 from posy.paths import expanded
+from posy.settings import NodeConfigError, as_config
+from posy.strategies.client_settings import NodeSettings, check_allowed, train_settings
+from posy.strategies.run_settings import TrainSettings
 
+DEFAULT_TRAINING = TrainSettings()
 FAR = 10.0
 """Number of standard deviations from the mean beyond which Posy reports a feature's values as unusual."""
 SHOWN = 20
@@ -57,23 +62,28 @@ class Report:
     """Unreadable files, each with the reason."""
 
 
-def check_site(node_config: Mapping[str, Any], settings: DataSettings) -> Report:
+def check_site(
+    node_config: Mapping[str, Any], settings: DataSettings, train: TrainSettings = DEFAULT_TRAINING
+) -> Report:
     """Load a site's data in the same way as its node does, and return a report on the data.
 
-    The node config contains ``data``, and optionally ``policy``, ``name`` and ``skip-unreadable``. The site's data
-    determines the values of empty settings.
+    The node config contains ``data``, and optionally ``policy``, ``name``, ``skip-unreadable`` and settings of local
+    training. The site's data determines the values of empty settings. Without ``client-bounds`` in ``train``, the
+    settings in the node config are checked only against the policy.
 
     Raises
     ------
     DataError
         If the data is unusable, or does not fit the task.
     SettingsError
-        If the settings do not define a task.
+        If the settings do not define a task, or the run or the policy does not allow the settings in the node config.
     """
     if not node_config.get("data"):
         raise DataError("data=PATH is missing; set the path of the site's data, as in the node config")
     path = expanded(str(node_config["data"]))
     policy = policy_of(node_config) or Policy()
+    chosen = node_settings(node_config)
+    check_chosen(chosen, train, policy)
     content = read_site(path, settings, policy, skips(node_config))
     description = describe_site(content, settings, policy)
     check_suits(content, settings)
@@ -95,11 +105,21 @@ def check_site(node_config: Mapping[str, Any], settings: DataSettings) -> Report
         + (f", {validation} for validation" if validation else ""),
         "values": f"{x.min().item():.6g} to {x.max().item():.6g}" if isinstance(x, np.ndarray) else "",
         "missing classes": ", ".join(missing_classes[:SHOWN]) + _rest(missing_classes),
+        "local training": _local_training(chosen, train, str(node_config.get("name", ""))),
         "agreed on in a run": ", ".join(open_settings(settings, content.kind)),
     }
     features = _unusual_features(dataset) if content.kind in STANDARDISED else []
     statistics = _statistics(dataset, part) if content.kind in STANDARDISED else []
     return Report(facts, classes, features, statistics, dataset.notes, content.unreadable)
+
+
+def check_chosen(chosen: NodeSettings, train: TrainSettings, policy: Policy) -> None:
+    """Raise :class:`SettingsError` if a run, or the site's policy, does not allow the settings in a node config."""
+    if train.client_bounds:
+        check_allowed(chosen, train.client_bounds)
+    for rule, reason in violations(policy, {"dataset": SITES, **as_config(train)}, chosen):
+        if any(f"{key} = {value};" in reason for key, value in chosen):
+            raise NodeConfigError(f"the node config violates the policy of the site, rule {rule}: {reason}")
 
 
 def show(report: Report, console: Console | None = None) -> None:
@@ -146,6 +166,19 @@ def _completed(settings: DataSettings, description: Description, labels: tuple[s
         total = Moments(count, np.array(description.table.present), description.mean, description.squares)
         return with_encoder(complete, description.columns, [description.table], total)
     return with_statistics(complete, [description] if description.mean.size else [])
+
+
+def _local_training(chosen: NodeSettings, train: TrainSettings, name: str) -> str:
+    """Return the settings of a site's local training, if they may differ from the run's; otherwise an empty string."""
+    if not (chosen or train.client_settings):
+        return ""
+    values = as_config(train_settings(train, -1, name, chosen))
+    length = "local-steps" if values["local-steps"] else "local-epochs"
+    text = ", ".join(f"{key} = {values[key]}" for key in (length, "batch-size", "lr"))
+    if not chosen:
+        return text
+    need = "" if train.client_bounds else "; the run must allow them in client-bounds"
+    return f"{text} ({', '.join(key for key, _ in chosen)}: from the node config{need})"
 
 
 def _counts(dataset: Dataset, part: Partition) -> dict[str, tuple[int, int]]:

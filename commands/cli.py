@@ -404,7 +404,8 @@ def check_site(words: Annotated[list[str], typer.Argument(metavar="key=value..."
 
     Posy loads the data as the site's node does in a run with dataset=sites. It shows the kind, shape, classes and split
     of the data. It also shows warnings and unreadable files. It sends nothing over the network. Pass the node config
-    (data, policy, name, skip-unreadable) and, if you know them, the run's settings as key=value arguments.
+    (data, policy, name, skip-unreadable, and settings of local training that the site chooses) and, if you know them,
+    the run's settings as key=value arguments.
     """
     from posy.client_app.node_config import NODE_WORDS, check_node_config  # noqa: PLC0415
     from posy.commands import check_site as site  # noqa: PLC0415 - imports PyTorch
@@ -413,7 +414,7 @@ def check_site(words: Annotated[list[str], typer.Argument(metavar="key=value..."
     check_node_config(node_config)
     config = parse_words([word for word in words if word.partition("=")[0] not in NODE_WORDS], COMMAND_LINE)
     settings = read_settings({**config, "dataset": SITES}, COMMAND_LINE)
-    site.show(site.check_site(node_config, settings.data))
+    site.show(site.check_site(node_config, settings.data, settings.train))
     return 0
 
 

@@ -97,6 +97,11 @@ class Policy:
         "the share of each class at the site",
         choices=("accuracy", "all"),
     )
+    share_settings: bool = setting(
+        True,
+        "send the `local-epochs`, `local-steps`, `batch-size` and `lr` in the node config to the server, which records "
+        "them; false: the server learns only which of them it does not allow, or that the site has its own",
+    )
     epsilon: float = setting(
         0.0,
         "the site's privacy budget per row over all runs; a run needs `dp=local`, `dp=sample`, or "

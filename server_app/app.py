@@ -171,6 +171,8 @@ def _run(
             resumed = resumption(directory, stored, changed, settings, strategy, workspace)
             federation.restore(resumed.checkpoint.progress["sites"])
         strategy.clients = federation.join(workspace.architecture.fingerprint)
+        if workspace.of_sites:
+            check_site_names(settings, federation)
         strategy.exchange.refresh = federation.refresh
         recorder = Recorder(settings, strategy, workspace, federation, resumed, status)
         stack.callback(recorder.directory.release)
@@ -243,7 +245,8 @@ def make_strategy(settings: Settings, workspace: Workspace) -> PersonalisedStrat
     strategy: PersonalisedStrategy = strategy_class(settings.run.method)(settings, workspace.architecture)
     if not workspace.of_sites:
         strategy.exchange.client_names = dict(enumerate(workspace.partition.names))
-    check_clients(settings.train, settings.data.num_clients, () if workspace.of_sites else workspace.partition.names)
+    names = None if workspace.of_sites else workspace.partition.names  # sites name themselves when they join
+    check_clients(settings.train, settings.data.num_clients, names)
     if settings.run.min_train_replies > (size := len(strategy.rounds.cohort(1))):
         raise SettingsError(
             f"min-train-replies = {settings.run.min_train_replies}: {size} clients train in a round, so "
@@ -257,6 +260,20 @@ def make_strategy(settings: Settings, workspace: Workspace) -> PersonalisedStrat
             f"but only {size} clients train in it; lower max-attackers, or choose another rule"
         )
     return strategy
+
+
+def check_site_names(settings: Settings, federation: Federation) -> None:
+    """Check the names of sites in ``client-settings``.
+
+    Raise :class:`SettingsError` for an unknown name if all sites have joined; otherwise, warn.
+    """
+    num_clients = settings.data.num_clients
+    try:
+        check_clients(settings.train, num_clients, [*federation.owners.values()])
+    except SettingsError as error:
+        if len(federation.owners) == num_clients:
+            raise
+        log(WARNING, "%s; a site with this name may join later", error)
 
 
 def polling(grid: Grid, run: RunSettings) -> PollingGrid:

@@ -214,7 +214,7 @@ def _site_row(
         is_short = 0 < len(names) <= FEW_CLASSES
         row["classes"] = one_line(f"{len(names)}: {', '.join(names)}", MAX_CLASSES) if is_short else len(names)
     row["classes"] = row.get("classes") or sum(samples > 0 for samples in info.class_counts) or ""
-    row["skipped"] = info.skipped or ""
+    row |= {"skipped": info.skipped or "", "node settings": info.node_settings}
     return row
 
 

@@ -29,7 +29,7 @@ MAX_ROWS = 50
 """Maximum number of sites in the task table."""
 PACE_ROUNDS = 20
 """Number of recent rounds over which the time per round is averaged. The first round is slow, because it loads data."""
-TASK_COLUMNS = ("site", "client", "training", "test", "samples", "classes", "skipped")
+TASK_COLUMNS = ("site", "client", "training", "test", "samples", "classes", "skipped", "node settings")
 
 
 class Progress:

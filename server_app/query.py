@@ -12,6 +12,8 @@ from flwr.common.logger import log
 
 from posy.data.agreement import Description, is_complete, task_of
 from posy.data.settings import SITES
+from posy.settings import SettingsError
+from posy.strategies.client_settings import read_report
 from posy.strategies.replies import BadReplyError, ClientInfo, check_count
 from posy.strategies.settings import Settings
 from posy.words import one_line
@@ -70,9 +72,10 @@ class NodeQuery:
         if len(columns[0]) > self._num_clients:
             raise BadReplyError(f"it hosts {len(columns[0])} clients; the run has {self._num_clients}")
         self._log_warnings("a node", answer)
+        chosen = self._node_settings(answer)
         return NodeClients(
             tuple(
-                ClientInfo(check_index(client, self._num_clients), node, *_counts(*counts), name)
+                ClientInfo(check_index(client, self._num_clients), node, *_counts(*counts), name, node_settings=chosen)
                 for client, *counts in zip(*columns, strict=True)
             )
         )
@@ -95,7 +98,15 @@ class NodeQuery:
             raise BadReplyError("its fingerprint does not have 16 hexadecimal digits")
         sizes = _counts(answer["num-train"], answer["num-test"])
         skipped = self._log_warnings(name or f"client {client}", answer)
-        return NodeClients((ClientInfo(client, node, *sizes, name, class_counts, fingerprint, skipped),))
+        chosen = self._node_settings(answer)
+        return NodeClients((ClientInfo(client, node, *sizes, name, class_counts, fingerprint, skipped, chosen),))
+
+    def _node_settings(self, answer: Mapping[str, Any]) -> str:
+        """Return the settings that a node has chosen; raise :class:`BadReplyError` if the run does not allow them."""
+        try:
+            return read_report(answer.get("node-settings", ""), self.settings.train.client_bounds)
+        except SettingsError as error:
+            raise BadReplyError(str(error)) from error
 
     def _check_fixed_tensors(self, fingerprint: Sequence[float]) -> None:
         is_equal = len(fingerprint) == len(self.fixed_tensors) and np.allclose(

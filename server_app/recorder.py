@@ -84,7 +84,9 @@ class Recorder:
             self.directory, self.checkpoints, checkpoint, self._resumed = resumption
             self._data = checkpoint.progress["data"]
         self.columns = Columns.of(settings, workspace.task)
-        self.directory.columns = self.columns.of_clients(summed=run.secure_aggregation)
+        self.directory.columns = self.columns.of_clients(
+            summed=run.secure_aggregation, chosen_settings=bool(settings.train.client_bounds)
+        )
         gpu = torch.cuda.get_device_name(workspace.device) if workspace.device.type == "cuda" else None
         resolved = {"model": strategy.architecture.model, "device": str(workspace.device)}
         self.directory.write_config(settings.as_config(), gpu, resolved=resolved, resumed=self._resumed)

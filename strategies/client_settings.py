@@ -1,17 +1,25 @@
-"""Settings of local training that differ between clients."""
+"""Settings of local training that differ between clients: the setting ``client-settings``, and a node's own values.
+
+A node sets values in its node config. The run accepts them within the bounds of the setting ``client-bounds``.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from posy.paths import absolute
 from posy.settings import Scalar, SettingsError, as_config, build, quoted, settings_of
 from posy.strategies.run_settings import TrainSettings
-from posy.yaml12 import read_yaml
+from posy.yaml12 import parse, read_yaml
 
 KEYS = ("local-epochs", "local-steps", "batch-size", "lr")
 """The settings that can differ between clients."""
+NOT_SHARED = "not shared"
+"""A node's report if it has its own settings, but its policy does not share them."""
+NodeSettings = tuple[tuple[str, int | float], ...]
+"""The settings of local training in a node config, as sorted pairs of key and value."""
 
 
 def inlined(text: str) -> str:
@@ -59,29 +67,166 @@ def checked_entries(text: str) -> dict[str, dict[str, Scalar]]:
     return checked
 
 
-def train_settings(train: TrainSettings, client: int, name: str = "") -> TrainSettings:
-    """Return a client's training settings; an entry for the client's name overrides an entry for its number."""
-    return _train_settings(train, client, name) if train.client_settings else train
+def train_settings(
+    train: TrainSettings, client: int, name: str = "", node_settings: NodeSettings = ()
+) -> TrainSettings:
+    """Return a client's training settings.
+
+    The settings of the client's node override an entry for the client's name in ``client-settings``, which overrides an
+    entry for its number. Where ``local-epochs`` overrides, ``local-steps`` becomes 0 unless it overrides too.
+    """
+    return _train_settings(train, client, name, node_settings) if train.client_settings or node_settings else train
 
 
-def all_train_settings(train: TrainSettings) -> list[TrainSettings]:
-    """Return the run's settings of local training, and the settings of each client in ``client-settings``."""
-    return [train, *(train_settings(train, -1, client) for client in json.loads(train.client_settings or "{}"))]
+def all_train_settings(train: TrainSettings, node_settings: NodeSettings = ()) -> list[TrainSettings]:
+    """Return the training settings that a node's client may have.
+
+    These are the run's settings, and the settings of each client in ``client-settings``, overridden by the node's.
+    """
+    entries = json.loads(train.client_settings or "{}").values()
+    return [
+        build(TrainSettings, {**as_config(train), **layered(entry, dict(node_settings))}) for entry in ({}, *entries)
+    ]
+
+
+def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge settings; a later layer overrides earlier ones, and its ``local-epochs`` also sets ``local-steps`` to 0."""
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        merged |= {"local-steps": 0, **layer} if "local-epochs" in layer else layer
+    return merged
 
 
 @lru_cache(maxsize=4096)
-def _train_settings(train: TrainSettings, client: int, name: str) -> TrainSettings:
-    content = json.loads(train.client_settings)
-    entry = {**content.get(str(client), {}), **(content.get(name, {}) if name else {})}
-    if "local-epochs" in entry and "local-steps" not in entry:
-        entry["local-steps"] = 0
-    return build(TrainSettings, {**as_config(train), **entry})
+def _train_settings(train: TrainSettings, client: int, name: str, node_settings: NodeSettings) -> TrainSettings:
+    content = json.loads(train.client_settings or "{}")
+    by_name = content.get(name, {}) if name else {}
+    return build(
+        TrainSettings, {**as_config(train), **layered(content.get(str(client), {}), by_name, dict(node_settings))}
+    )
 
 
-def check_clients(train: TrainSettings, num_clients: int, names: Sequence[str] = ()) -> None:
-    """Raise :class:`SettingsError` if ``client-settings`` names a client that the run does not have."""
-    names_and_numbers = {*map(str, range(num_clients)), *names}
+def check_clients(train: TrainSettings, num_clients: int, names: Sequence[str] | None = ()) -> None:
+    """Raise :class:`SettingsError` if ``client-settings`` names a client that the run does not have.
+
+    ``names`` is None if the clients' names are not known yet. The function then checks only the numbers.
+    """
+    names_and_numbers = {*map(str, range(num_clients)), *(names or ())}
     for client in json.loads(train.client_settings or "{}"):
-        if client not in names_and_numbers:
+        if client not in names_and_numbers and (names is not None or client.isdecimal()):
             hint = f" or {', '.join(names[:5])}{', …' * (len(names) > 5)}" if names else ""
             raise SettingsError(f"client-settings: client {client} does not exist; use 0 to {num_clients - 1}{hint}")
+
+
+# -- the settings of a node -------------------------------------------------------------------------------
+
+
+class Bounds(NamedTuple):
+    """The smallest and the largest value of a setting that a node may choose."""
+
+    least: float
+    most: float
+
+    def __str__(self) -> str:
+        return f"{self.least}..{self.most}"
+
+
+@lru_cache(maxsize=64)
+def bounds_of(text: str) -> Mapping[str, Bounds]:
+    """Return the bounds in the setting ``client-bounds``, keyed by setting.
+
+    Parameters
+    ----------
+    text : str
+        Bounds such as ``local-epochs: 1..5, lr: 0.001..0.1``, or an empty string.
+
+    Raises
+    ------
+    SettingsError
+        If the text is malformed, repeats a setting or names one that is not in :data:`KEYS`, or if a bound is not an
+        allowed value of its setting.
+    """
+    bounds: dict[str, Bounds] = {}
+    for entry in text.split(",") if text.strip() else ():
+        key, colon, interval = (part.strip() for part in entry.partition(":"))
+        least, dots, most = interval.partition("..")
+        if not (colon and dots):
+            example = "local-epochs: 1..5, batch-size: 8..64"
+            raise SettingsError(
+                f"client-bounds = {quoted(text)}: {quoted(entry.strip())} is not `key: least..most`, as in `{example}`"
+            )
+        if key not in KEYS or key in bounds:
+            reason = "it is repeated" if key in bounds else f"nodes can choose only {', '.join(KEYS)}"
+            raise SettingsError(f"client-bounds = {quoted(text)}: {quoted(key)}: {reason}")
+        bounds[key] = Bounds(*(number(key, limit.strip(), "client-bounds") for limit in (least, most)))
+        if bounds[key].least > bounds[key].most:
+            raise SettingsError(
+                f"client-bounds = {quoted(text)}: {key}: {bounds[key]}: the first bound exceeds the second; swap them"
+            )
+    return bounds
+
+
+def number(key: str, text: str, place: str) -> int | float:
+    """Return a value of a setting in :data:`KEYS`, given as text.
+
+    Raise :class:`SettingsError` with the place if the setting does not allow the value.
+    """
+    value: Any = text
+    with suppress(ValueError):
+        value = parse(text)
+    checked_value: int | float = settings_of(TrainSettings)[key].checked(key, value, place)
+    return checked_value
+
+
+def check_allowed(node_settings: NodeSettings, client_bounds: str, *, shares_values: bool = True) -> None:
+    """Raise :class:`SettingsError` unless a run allows the settings of a node.
+
+    Parameters
+    ----------
+    node_settings : tuple
+        The settings in the node config.
+    client_bounds : str
+        The run's setting ``client-bounds``.
+    shares_values : bool
+        Whether the error, which the server receives, may quote the node's value.
+    """
+    bounds = bounds_of(client_bounds)
+    for key, value in node_settings:
+        subject = f"{key} = {value} in the node config" if shares_values else f"{key} in the node config"
+        if key not in bounds:
+            allowed = f"lets nodes choose only {', '.join(bounds)}" if bounds else "does not let nodes choose settings"
+            raise SettingsError(
+                f"{subject}: this run {allowed} (client-bounds = {quoted(client_bounds)}); remove {key} from the node "
+                "config, or add it to client-bounds"
+            )
+        if not bounds[key].least <= value <= bounds[key].most:
+            raise SettingsError(
+                f"{subject}: this run allows {bounds[key].least} to {bounds[key].most} (client-bounds); choose a value "
+                f"in these bounds, or remove {key} from the node config"
+            )
+
+
+def report_of(node_settings: NodeSettings, *, shares_values: bool = True) -> str:
+    """Return a node's report of its settings for the server, as JSON or :data:`NOT_SHARED`; empty without settings."""
+    if not node_settings:
+        return ""
+    return json.dumps(dict(node_settings)) if shares_values else NOT_SHARED
+
+
+def read_report(report: Any, client_bounds: str) -> str:
+    """Return a node's report as text for the run's record, such as ``batch-size=16 local-epochs=2``.
+
+    Raises
+    ------
+    SettingsError
+        If the report is malformed, or the run does not allow the settings.
+    """
+    if report == "" or (report == NOT_SHARED and client_bounds):
+        return str(report)
+    try:
+        content: Any = json.loads(report)
+        pairs = sorted((key, number(key, str(value), "its report")) for key, value in content.items())
+    except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        raise SettingsError(f"its report of its own settings is malformed: {error}") from error
+    check_allowed(tuple(pairs), client_bounds)
+    return " ".join(f"{key}={value}" for key, value in pairs)

@@ -17,7 +17,7 @@ from posy.strategies.settings import Settings
 
 POINTS = ("served", "local")
 """Evaluation points: a client's served model, and its local model after training."""
-TRAIN_LOSS = "train_loss"
+TRAIN_LOSS, NODE_SETTINGS = "train_loss", "node_settings"
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,19 @@ class Columns:
         """All columns with scores."""
         return frozenset((*self.in_every_round, *self.further))
 
-    def of_clients(self, *, summed: bool = False) -> tuple[str, ...]:
-        """Return the columns of ``clients.csv``; with ``summed``, a client's row has no scores."""
+    def of_clients(self, *, summed: bool = False, chosen_settings: bool = False) -> tuple[str, ...]:
+        """Return the columns of ``clients.csv``.
+
+        Parameters
+        ----------
+        summed : bool
+            Whether the server knows only sums of the scores. A client's row then has no scores.
+        chosen_settings : bool
+            Whether nodes may choose settings.
+        """
         first, last = ("round", "partition", "n_train"), ("bytes_up", "bytes_down", "site")
+        if chosen_settings:
+            last = (*last, NODE_SETTINGS)
         if summed:
             return (*first, *last)
         return (*first, "n_test", *self.in_every_round[1:], *self.further, TRAIN_LOSS, "chosen", *last)

@@ -17,6 +17,7 @@ from posy.mistakes import raise_mistake
 from posy.sharing import IdentityCache
 from posy.strategies import schedule
 from posy.strategies.arrays import RETURNS, UNIFORM_WEIGHTS, Arrays, check_names, dimensions, shape_of
+from posy.strategies.columns import NODE_SETTINGS
 from posy.strategies.hooks import ServerHooks
 from posy.strategies.replies import BadReplyError, RoundRecord, client_of
 from posy.strategies.run_settings import UNIFORM
@@ -108,8 +109,10 @@ class Exchange:
             self.count_bytes(client, down=sum(array.nbytes for array in served.values()))
             if name := self.client_names.get(client, strategy.clients[client].name):
                 row["site"] = name
-                if self.saving:
+                if self.saving or self.settings.train.client_settings:  # a site finds its entry by its name
                     entries["site"] = name
+            if node_settings := strategy.clients[client].node_settings:
+                row[NODE_SETTINGS] = node_settings
             content = content_of(arrays=arrays, config=with_entries(common, entries))
             self.sent.append(self.message(content, client, kind))
         self.phase = self.sent

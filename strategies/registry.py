@@ -32,7 +32,7 @@ from posy.settings import (
     settings_of,
     with_sources,
 )
-from posy.strategies.client_settings import inlined
+from posy.strategies.client_settings import bounds_of, inlined
 from posy.strategies.methods import METHODS, check_method, settings_class
 from posy.strategies.run_settings import AUTO, RunSettings, TrainSettings, identified
 from posy.strategies.settings import Settings
@@ -144,6 +144,7 @@ def _read(user_settings: Mapping[str, Any], where: str, stored: Mapping[str, Any
         if setting.custom_kind and is_custom(custom := str(values.get(key, setting.default))):
             values[key] = located_own(custom)
     values["client-settings"] = inlined(str(values.get("client-settings", "")))
+    bounds_of(str(values.get("client-bounds", "")))  # raises an error for malformed bounds
     settings = _built(values)
     if settings.data.target != CLASSES and values.get("partition") in BY_CLASS:
         raise SettingsError(

@@ -78,6 +78,8 @@ class ClientInfo:
     class_counts: tuple[int, ...] = ()
     fingerprint: str = ""
     skipped: int = 0
+    node_settings: str = ""
+    """The settings that the client's node has chosen, for the record; empty if there are none."""
 
 
 LIMITED = ("clipped", "discarded", "down_weighted")
