@@ -63,12 +63,12 @@ class Report:
 
 
 def check_site(
-    node_config: Mapping[str, Any], settings: DataSettings, train: TrainSettings = DEFAULT_TRAINING
+    node_config: Mapping[str, Any], settings: DataSettings, training: TrainSettings = DEFAULT_TRAINING
 ) -> Report:
     """Load a site's data in the same way as its node does, and return a report on the data.
 
     The node config contains ``data``, and optionally ``policy``, ``name``, ``skip-unreadable`` and settings of local
-    training. The site's data determines the values of empty settings. Without ``client-bounds`` in ``train``, the
+    training. The site's data determines the values of empty settings. Without ``client-bounds`` in ``training``, the
     settings in the node config are checked only against the policy.
 
     Raises
@@ -83,7 +83,7 @@ def check_site(
     path = expanded(str(node_config["data"]))
     policy = policy_of(node_config) or Policy()
     chosen = node_settings(node_config)
-    check_chosen(chosen, train, policy)
+    check_chosen(chosen, training, policy)
     content = read_site(path, settings, policy, skips(node_config))
     description = describe_site(content, settings, policy)
     check_suits(content, settings)
@@ -105,7 +105,7 @@ def check_site(
         + (f", {validation} for validation" if validation else ""),
         "values": f"{x.min().item():.6g} to {x.max().item():.6g}" if isinstance(x, np.ndarray) else "",
         "missing classes": ", ".join(missing_classes[:SHOWN]) + _rest(missing_classes),
-        "local training": _local_training(chosen, train, str(node_config.get("name", ""))),
+        "local training": _local_training(chosen, training, str(node_config.get("name", ""))),
         "agreed on in a run": ", ".join(open_settings(settings, content.kind)),
     }
     features = _unusual_features(dataset) if content.kind in STANDARDISED else []

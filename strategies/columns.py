@@ -76,9 +76,8 @@ class Columns:
         chosen_settings : bool
             Whether nodes may choose settings.
         """
-        first, last = ("round", "partition", "n_train"), ("bytes_up", "bytes_down", "site")
-        if chosen_settings:
-            last = (*last, NODE_SETTINGS)
+        first = ("round", "partition", "n_train")
+        last = ("bytes_up", "bytes_down", "site", *((NODE_SETTINGS,) if chosen_settings else ()))
         if summed:
             return (*first, *last)
         return (*first, "n_test", *self.in_every_round[1:], *self.further, TRAIN_LOSS, "chosen", *last)

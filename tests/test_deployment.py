@@ -118,7 +118,10 @@ def test_node_config_must_have_the_form_key_value() -> None:
     [
         ("state_dir=/x", "state_dir in the node config.*did you mean state-dir?"),
         ("partition_id=0", "did you mean partition-id?"),
-        ("local-epochs=50", "local-epochs in the node config.*a setting for"),
+        ("num-server-rounds=50", "num-server-rounds in the node config.*a setting for"),
+        ("local-epochs=0", "local-epochs = 0 in the node config: .* >= 1"),
+        ("lr=fast", "lr = 'fast' in the node config: .* > 0"),
+        ("batch-size=2.5", r"batch-size = 2\.5 in the node config"),
         ("colour=red", "a node reads data, policy, name, state-dir, models, skip-unreadable, partition-id, "),
         ("partition-id=-1", "partition-id = '-1' .*whole number >= 0"),
         ("num-partitions=0", "num-partitions = '0' .*whole number >= 1"),
@@ -132,7 +135,7 @@ def test_invalid_node_config_is_refused(
         node_config(["data=/srv/a", word])
     assert main(["supernode", "--insecure", "data=/srv/a", word]) == 2
     assert re.search(message, " ".join(capsys.readouterr().err.split()))
-    if "name}" not in word and "local-epochs" not in word and "colour" not in word:
+    if "name}" not in word and "rounds" not in word and "colour" not in word:
         np.savez(tmp_path / "a.npz", x_train=np.ones((8, 2)), y_train=np.arange(8) % 2)
         assert main(["check-site", f"data={tmp_path / 'a.npz'}", word]) == 2
 
