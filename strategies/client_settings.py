@@ -58,12 +58,12 @@ def checked_entries(text: str) -> dict[str, dict[str, Scalar]]:
     declarations = {key: settings_of(TrainSettings)[key] for key in KEYS}
     checked: dict[str, dict[str, Scalar]] = {}
     for client, entries in content.items():
-        place = f"client-settings, client {client}"
+        where = f"client-settings, client {client}"
         if not isinstance(entries, Mapping):
             raise SettingsError(f"client-settings: client {client} has {quoted(entries)}; allowed: `key: value` lines")
         if unknown := [key for key in entries if key not in KEYS]:
-            raise SettingsError(f"{unknown[0]} in {place}: only {', '.join(KEYS)} can differ between clients")
-        checked[str(client)] = {key: declarations[key].checked(key, value, place) for key, value in entries.items()}
+            raise SettingsError(f"{unknown[0]} in {where}: only {', '.join(KEYS)} can differ between clients")
+        checked[str(client)] = {key: declarations[key].checked(key, value, where) for key, value in entries.items()}
     return checked
 
 
@@ -166,15 +166,15 @@ def bounds_of(text: str) -> Mapping[str, Bounds]:
     return bounds
 
 
-def number(key: str, text: str, place: str) -> int | float:
+def number(key: str, text: str, where: str) -> int | float:
     """Return a value of a setting in :data:`KEYS`, given as text.
 
-    Raise :class:`SettingsError` with the place if the setting does not allow the value.
+    Raise :class:`SettingsError` that names ``where``, the source of the value, if the setting does not allow it.
     """
     value: Any = text
     with suppress(ValueError):
         value = parse(text)
-    checked_value: int | float = settings_of(TrainSettings)[key].checked(key, value, place)
+    checked_value: int | float = settings_of(TrainSettings)[key].checked(key, value, where)
     return checked_value
 
 
@@ -227,6 +227,6 @@ def read_report(report: Any, client_bounds: str) -> str:
         content: Any = json.loads(report)
         pairs = sorted((key, number(key, str(value), "its report")) for key, value in content.items())
     except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        raise SettingsError(f"its report of its own settings is malformed: {error}") from error
+        raise SettingsError(f"its report of the settings in its node config is malformed: {error}") from error
     check_allowed(tuple(pairs), client_bounds)
     return " ".join(f"{key}={value}" for key, value in pairs)

@@ -112,9 +112,9 @@ def test_the_node_overrides_the_name_which_overrides_the_number() -> None:
     train = TrainSettings(client_settings=json.dumps(entries), batch_size=7, momentum=0.5)
 
     def values(*arguments: Any) -> tuple[Any, ...]:
-        own = train_settings(train, *arguments)
-        assert own.momentum == 0.5
-        return own.local_epochs, own.local_steps, own.batch_size, own.lr
+        merged = train_settings(train, *arguments)
+        assert merged.momentum == 0.5
+        return merged.local_epochs, merged.local_steps, merged.batch_size, merged.lr
 
     assert values(0) == (2, 0, 7, 0.05)
     assert values(1) == (2, 4, 2, 0.1)
@@ -171,20 +171,20 @@ def test_a_node_trains_with_its_own_settings(
 ) -> None:
     """The same values in `client-settings`, by the site's name or by its number, give the same model bit for bit."""
     common = {"secure_aggregation": secure, "lr_schedule": "exponential", "client_bounds": BOUNDS}
-    with_own = {**sites, "site-b": sites["site-b"] | CHOSEN}
-    own = train(with_own, **common)
+    with_chosen = {**sites, "site-b": sites["site-b"] | CHOSEN}
+    chosen = train(with_chosen, **common)
     by_name = train(sites, **common, client_settings=json.dumps({"site-b": CHOSEN}))
-    assert own.strategy.model.tobytes() == by_name.strategy.model.tobytes()
-    assert chosen_in(own) == {"site-a": "", "site-b": "batch-size=20 local-epochs=3 lr=0.2"}
+    assert chosen.strategy.model.tobytes() == by_name.strategy.model.tobytes()
+    assert chosen_in(chosen) == {"site-a": "", "site-b": "batch-size=20 local-epochs=3 lr=0.2"}
     assert chosen_in(by_name) == {"site-a": "", "site-b": ""}
     if secure:
         return
-    assert own.strategy.record.samples == 2 * 45 + 3 * 69
+    assert chosen.strategy.record.samples == 2 * 45 + 3 * 69
     by_number = train(sites, **common, client_settings=json.dumps({"1": CHOSEN}))
-    overridden = train(with_own, **common, client_settings=json.dumps({"site-b": {"lr": 0.4}}))
+    overridden = train(with_chosen, **common, client_settings=json.dumps({"site-b": {"lr": 0.4}}))
     for other in (by_number, overridden):
-        assert own.strategy.model.tobytes() == other.strategy.model.tobytes()
-    assert own.strategy.model.tobytes() != train(sites, **common).strategy.model.tobytes()
+        assert chosen.strategy.model.tobytes() == other.strategy.model.tobytes()
+    assert chosen.strategy.model.tobytes() != train(sites, **common).strategy.model.tobytes()
 
 
 def test_the_update_of_a_site_is_gradient_descent_with_its_own_settings(
@@ -192,7 +192,7 @@ def test_the_update_of_a_site_is_gradient_descent_with_its_own_settings(
     train: Callable[..., Recorder],
     softmax_regression: Callable[..., tuple[float, np.ndarray]],
 ) -> None:
-    """With full batches, w_i is lr-sized gradient steps, as many as epochs, and w = Σ n_i / n w_i."""
+    """With full batches, each epoch is one gradient step, and the server averages: w = Σ n_i / n w_i."""
     chosen = {"site-a": {}, "site-b": {"local-epochs": 4, "lr": 0.3}}
     configs = {name: config | chosen[name] for name, config in sites.items()}
     settings = {"batch_size": 500, "local_epochs": 2, "lr": 0.1, "num_server_rounds": 1, "feature_mean": "0"}

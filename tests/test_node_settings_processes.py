@@ -1,4 +1,4 @@
-"""Real nodes over gRPC, two of which train with settings of their own."""
+"""Three real nodes over gRPC: the server knows their names, and one node chooses its settings."""
 
 import csv
 import json
