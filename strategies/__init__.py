@@ -1,1 +1,1 @@
-"""The server side: one Flower Strategy for each method, its settings and its mathematics."""
+"""The server side: a Flower ``Strategy`` for each method, with the method's settings and mathematics."""

@@ -63,13 +63,15 @@ class APFLSettings(MethodSettings, robust=True):
             "model": "the mixture after the last training (d,)",
             "alpha": "the share α_i (), with `apfl-adaptive`",
         },
-        scored="The local model: the paper evaluates the mixture on each client's data after local training.",
+        scored="The local model, because the paper evaluates the mixture on each client's data after local training.",
         deviations=(
-            "Clients are weighted by numbers of samples; the paper weights them equally (`client-weights=uniform`).",
+            "Clients are weighted by number of samples, whereas the paper weights them equally "
+            "(`client-weights=uniform`).",
             "All v_i start from the common initial model, because the paper does not specify their initial values.",
-            "The step on α uses one mini-batch at the start of the round. The authors' program also adds 0.02 α to "
-            "the gradient; the paper does not.",
-            "BatchNorm's running statistics are not interpolated; the mixture's forward passes update its statistics.",
+            "The step on α uses one mini-batch at the start of the round. Unlike the paper, the authors' program also "
+            "adds 0.02 α to the gradient.",
+            "BatchNorm's running statistics are not interpolated. Instead, the mixture's forward passes update its "
+            "statistics.",
         ),
         no_program=(
             "Published programs compute v_i differently. The authors' program (MLOPTPSU/FedTorch), which FL-bench "

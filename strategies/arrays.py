@@ -19,15 +19,15 @@ Dimensions: TypeAlias = tuple[int | str, ...]
 
 
 class Refused(NamedTuple):
-    """The verdict that a method does not support a feature, and the reason."""
+    """The reason why a method does not support a feature."""
 
     why: str
 
 
 Answer: TypeAlias = Literal[True] | str
-"""A method author's answer: True if the method supports a feature, otherwise the reason why it does not."""
+"""What a method's author declares: True if the method supports a feature, otherwise the reason why it does not."""
 ALLOWED = None
-"""The verdict that a method supports a feature."""
+"""Used instead of :class:`Refused` if a method supports a feature."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +54,12 @@ class Returned:
     """Whether a model-shaped array contains BatchNorm's running statistics; if not, Posy sets these entries to 0."""
 
     def start(self, sent: Mapping[str, npt.NDArray[Any]], array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the array's starting value on the client: zeros if it is a change or updates no sent array."""
+        """Return the array's starting value on the client: zeros if it is a change or does not update a sent array."""
         return sent[self.change_of] if self.change_of and not self.is_change else np.zeros_like(array)
 
 
 def verdict(answer: Answer) -> Refused | None:
-    """Return the verdict for an author's answer; raise :class:`TypeError` if it is neither True nor a reason."""
+    """Convert an author's declaration; raise :class:`TypeError` if it is neither True nor a reason."""
     if answer is True:
         return ALLOWED
     if not isinstance(answer, str) or not answer:
@@ -136,7 +136,7 @@ RETURNED = reply(model=model(noise=True, sums=True))
 
 
 def dimensions(network: Any, shared: int) -> dict[str, Callable[[], int]]:
-    """Return functions that compute a network's numbers of parameters, shared parameters, classes and features."""
+    """Return functions that count a network's parameters, shared parameters, classes and features, keyed by name."""
     return {
         "parameters": lambda: int(network.layout.size),
         "shared": lambda: shared,

@@ -40,7 +40,7 @@ from posy.strategies.settings import Settings
 class PersonalisedStrategy(ServerHooks, Strategy):
     """Base class of all strategies.
 
-    A method overrides hooks of :class:`ServerHooks`, and may call :meth:`mean`, :meth:`initial` and
+    A method can override the hooks of :class:`ServerHooks`, and call :meth:`mean`, :meth:`initial` and
     :meth:`restart_clients`.
 
     Parameters

@@ -1,4 +1,4 @@
-"""Bounds on a single client's influence: on the norm of its update, and on its weight in a mean."""
+"""Bounds on each client's influence: on the norm of its update, and on its weight in a mean."""
 
 import numpy as np
 import numpy.typing as npt

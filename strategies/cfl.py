@@ -77,16 +77,17 @@ class CFLSettings(
             "split_sides": "for each of these updates, its split, and 1 if its client left the old cluster (r, 2)",
         },
         client_state={},
-        scored="The served model: the authors' notebook scores the model of each client's cluster after aggregation.",
+        scored="The served model, because the authors' notebook scores the model of each client's cluster after "
+        "aggregation.",
         deviations=(
-            "Clients are weighted by numbers of samples; the authors' program weights them equally "
+            "Clients are weighted by number of samples, whereas the authors' program weights them equally "
             "(`client-weights=uniform`).",
             "The bipartition minimises the largest similarity between its parts, as in the paper. The notebook uses "
             "complete linkage, which need not find this bipartition.",
-            "A cluster may split in any round and at any size; the notebook waits 20 rounds and does not "
-            "split clusters of two clients.",
+            "A cluster may split in any round and at any size, whereas the notebook waits 20 rounds and does not split "
+            "clusters of two clients.",
             "`cfl-gamma-max` is 0 by default, because the notebook does not apply this criterion.",
-            "A cluster with an absent member does not split; the paper assumes that all members reply.",
+            "A cluster with an absent member does not split. The paper assumes that all members reply.",
             "The norms and similarities exclude BatchNorm's running statistics, which are averaged as in FedAvg.",
         ),
         program=Program(

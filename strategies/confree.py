@@ -52,8 +52,8 @@ class ConFREESettings(FedRepSettings, robust="its server weights updates by the 
         returned={"model (d,)": "the trained body θ + Δ_i"},
         server_state={"model": "the shared body θ (d,)"},
         client_state={"personal": "the client's head"},
-        scored="The served model: the authors' program is built on PFLlib, whose FedRep scores the received body with "
-        "the client's head before training.",
+        scored="The served model, because the authors' program is built on PFLlib, whose FedRep scores the received "
+        "body with the client's head before training.",
         deviations=(
             "Clients train as in FedRep, one of the eight methods that the authors combine with ConFREE.",
             "The authors' program differs from the poster. It treats each tensor separately (`confree-parts=tensors`), "
@@ -213,7 +213,7 @@ def best_for_the_worst(products: Float64, guide: Float64, c: float) -> Float64:
     numpy.ndarray, (M,)
         Weight of each update in d.
     """
-    from scipy.optimize import minimize  # noqa: PLC0415 - the settings need no SciPy
+    from scipy.optimize import minimize  # noqa: PLC0415 - the settings do not need SciPy
 
     length = norm_of_mix(products, guide)
     if not c * length:

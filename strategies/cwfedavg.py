@@ -95,8 +95,8 @@ class CwFedAvgSettings(
             "local_norms": "norms of the rows of each client's latest output weights, for figures (M, C)",
         },
         client_state={},
-        scored="The served model w_i of Eq. 7: the authors' program evaluates after mixing the class models and before "
-        "local training.",
+        scored="The served model w_i of Eq. 7, because the authors' program evaluates after mixing the class models "
+        "and before local training.",
         deviations=(
             "The authors' program multiplies the regulariser by λ / 2, whereas the paper uses λ. To reproduce "
             "the program's runs, set `cwfedavg-wdr-lambda` to half of the program's `-wd`.",
@@ -232,7 +232,7 @@ def class_weights(distributions: Float64, n: Float64) -> Float64:
     distributions : numpy.ndarray, (M, C)
         p̃.
     n : numpy.ndarray, (M,)
-        Numbers of training samples; p_i = n_i / N.
+        Number of training samples of each client; p_i = n_i / N.
 
     Returns
     -------

@@ -63,11 +63,14 @@ class DittoSettings(MethodSettings, robust=True):
         returned={"model (d,)": "the trained global model w_k"},
         server_state={"model": "the global model w (d,)"},
         client_state={"model": "the personal model v_k (d,)"},
-        scored="The local model: the paper and its program score v_k.",
+        scored="The local model, because the paper and its program score v_k.",
         deviations=(
-            "Clients are weighted by numbers of samples; the paper weights them equally (`client-weights=uniform`).",
-            "Clients are drawn uniformly; the authors' program draws them in proportion to their numbers of samples.",
-            "The two models see mini-batches in different orders; in the authors' program they share each mini-batch.",
+            "Clients are weighted by number of samples, whereas the paper weights them equally "
+            "(`client-weights=uniform`).",
+            "Clients are drawn uniformly, whereas the authors' program draws them in proportion to their number of "
+            "samples.",
+            "The two models see mini-batches in different orders, whereas in the authors' program they use the same "
+            "mini-batches.",
         ),
         program=Program(
             "TsingZ0/PFLlib",

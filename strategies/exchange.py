@@ -165,7 +165,7 @@ class Exchange:
         return 1 if uniform or self.settings.run.client_weights == UNIFORM else strategy.clients[client].num_train
 
     def query(self, grid: Grid, contents: Mapping[int, RecordDict], decoder: Decoder) -> dict[int, Any]:
-        """Send queries to some clients, and return the accepted answers, keyed by client."""
+        """Send queries to some clients, and return the accepted replies, keyed by client."""
         self.sent = [self.message(content, client, MessageType.QUERY) for client, content in contents.items()]
         replies = grid.send_and_receive(self.sent, timeout=self.settings.run.timeout)
         return dict(self.collect(replies, decoder, lambda client, answer: (client, answer), stateful=False))

@@ -70,10 +70,10 @@ class FedACSSettings(MethodSettings, robust="its server mixes a model for each c
             "stateless": "1 for each client that has lost its state since its last update (M,)",
             "mixed": "their intermediate models u_i (m, d)",
             "pictures": "attention matrices of some rounds, for the figure (P, M, M)",
-            "pictured": "the numbers of these rounds (P,)",
+            "pictured": "the corresponding round numbers (P,)",
         },
         client_state={"model": "the client's latest model w_i, which later evaluations score"},
-        scored="The local model w_i: Algorithm 1 returns w_1, …, w_n, the models after local training (Eq. 5).",
+        scored="The local model w_i, because Algorithm 1 returns w_1, …, w_n, the models after local training (Eq. 5).",
         deviations=(
             "Client i's mean always includes its own model. In the paper this requires s_ii = 1 > δ, which fails for "
             "p = 1 and for equal models, as in round 1 after a common initialisation.",

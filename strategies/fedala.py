@@ -40,7 +40,8 @@ class FedALASettings(MethodSettings, robust=True, point="served"):
             "model": "the client's model Θ_i after its last training (d,)",
             "weights": "the weights W_i of the parameters in the mixed layers, flat",
         },
-        scored="The served model: the authors' program tests after local aggregation, before training (serverALA.py).",
+        scored="The served model, because the authors' program tests after local aggregation, before training "
+        "(serverALA.py).",
         deviations=(
             "Only the clients of a round run adaptive local aggregation (ALA), as in Algorithm 1. In the authors' "
             "program all clients run it in every round, including clients that do not train.",

@@ -58,18 +58,18 @@ class FedAMPSettings(MethodSettings, robust="its server mixes a model for each c
             "stateless": "1 for each client that has lost its state since its last update (M,)",
             "mixed": "the messages u_i (m, d)",
             "pictures": "the attention ξ in the rounds that the figure shows (P, M, M)",
-            "pictured": "the numbers of these rounds (P,)",
+            "pictured": "the corresponding round numbers (P,)",
         },
         client_state={"model": "the trained model w_i (d,)"},
-        scored="The local model: the paper's personalised models are the w_i that the clients train.",
+        scored="The local model, because the paper's personalised models are the w_i that the clients train.",
         deviations=(
             "If the ξ_ij of a row with j ≠ i sum to more than 1, they are scaled to sum to 1, so u_i stays a convex "
             "combination. The paper instead requires a small enough α.",
             "Training starts from the client's own model. It starts from u_i only in the client's first round, and "
             "after the client has lost its state.",
-            "Distances exclude BatchNorm's running statistics; u_i mixes them with the same weights.",
+            "Distances exclude BatchNorm's running statistics, but u_i mixes the statistics with the same weights.",
             "PFLlib computes the proximal term from detached tensors. The term therefore has no gradient, so PFLlib's "
-            "clients train alone; `fedamp-strength = 0` has the same effect.",
+            "clients train alone. `fedamp-strength = 0` has the same effect.",
         ),
         program=Program(
             "TsingZ0/PFLlib",

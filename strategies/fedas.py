@@ -77,7 +77,7 @@ class FedASSettings(
             "personal": "the client's head (h,)",
             "prototypes": "class means of the latest trained body's features (C, D)",
         },
-        scored="The local model: the authors' program tests each client's trained model.",
+        scored="The local model, because the authors' program tests each client's trained model.",
         deviations=(
             "The program adds the squared norms of all mini-batches. In Posy a client sends their mean, and the server "
             "multiplies it by n_i. Both give the same weights if all clients have full batches.",

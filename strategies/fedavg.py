@@ -1,6 +1,6 @@
 """FedAvg (McMahan et al., 2017): one model, averaged with weights n_i / N.
 
-FedAvg needs no additional strategy or client class: :class:`~posy.strategies.base.PersonalisedStrategy` and
+FedAvg does not need an additional strategy or client class: :class:`~posy.strategies.base.PersonalisedStrategy` and
 :class:`~posy.client_app.base.PersonalClient` implement it, and other methods override their hooks.
 """
 
@@ -27,8 +27,11 @@ class FedAvgSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):
         returned={"model (d,)": "the trained model w_i"},
         server_state={"model": "the server's model w (d,)"},
         client_state={},
-        scored="The served model: the paper evaluates the averaged model on test data, before any local training.",
-        deviations=("BatchNorm's running statistics are averaged with the same weights; the paper has no BatchNorm.",),
+        scored="The served model, because the paper evaluates the averaged model on test data, before any local "
+        "training.",
+        deviations=(
+            "BatchNorm's running statistics are averaged with the same weights. The paper does not use BatchNorm.",
+        ),
         program=Program(
             "TsingZ0/PFLlib",
             "d832e76f6a23b833038949ec1e4fdefe63a4d350",

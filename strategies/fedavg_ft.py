@@ -33,7 +33,7 @@ CARD = MethodCard(
     returned={"model (d,)": "the trained model w_i; nothing in fine-tuning rounds"},
     server_state={"model": "the server's model w (d,)"},
     client_state={"model": "the fine-tuned model w_i (d,), in fine-tuning rounds"},
-    scored="The local model: the papers on FedDRM, PPFE and cwFedAvg score the model after fine-tuning.",
+    scored="The local model, because the papers on FedDRM, PPFE and cwFedAvg score the model after fine-tuning.",
     deviations=("The paper does not fine-tune. FedDRM (2025, Section 3.1) fine-tunes in the last rounds.",),
     program=PROGRAM,
 )

@@ -34,14 +34,14 @@ class FedBABUSettings(FedAvgFTSettings, dp_sgd=True, robust=True):
         server_state={"model": "the shared body (s,)"},
         client_state={},
         scored=(
-            "The local model: the authors report personalised accuracy, after fine-tuning (analysis.ipynb). Their "
-            "initial accuracy corresponds to the served model."
+            "The local model, because the authors report the personalised accuracy after fine-tuning (analysis.ipynb). "
+            "Their initial accuracy corresponds to the served model."
         ),
         deviations=(
-            "Clients are weighted by numbers of samples; the paper's program weights them equally "
+            "Clients are weighted by number of samples, whereas the paper's program weights them equally "
             "(`client-weights=uniform`).",
             "Fine-tuning runs in every evaluation. The authors fine-tune once, starting from the model with the best "
-            "test accuracy; Posy does not select on test data.",
+            "test accuracy. Posy does not select models on test data.",
             "With `fedbabu-rounds`, clients store their models and fine-tune them in the last rounds, as in FedDRM's "
             "paper.",
         ),

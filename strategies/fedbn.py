@@ -33,12 +33,13 @@ class FedBNSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):
         server_state={"model": "the shared tensors (s,)"},
         client_state={"personal": "the client's normalisation tensors, flat"},
         scored=(
-            "The served model: the authors' program tests after aggregation, with averaged layers and the client's own "
-            "normalisation (federated/fed_digits.py)."
+            "The served model, because the authors' program tests after aggregation, with averaged layers and the "
+            "client's own normalisation (federated/fed_digits.py)."
         ),
         deviations=(
-            "Clients are weighted by numbers of samples; the paper weights them equally (`client-weights=uniform`).",
-            "GroupNorm and LayerNorm layers stay with the clients too; the paper has only BatchNorm.",
+            "Clients are weighted by number of samples, whereas the paper weights them equally "
+            "(`client-weights=uniform`).",
+            "GroupNorm and LayerNorm layers also stay with the clients. The paper considers only BatchNorm.",
         ),
         program=Program(
             "med-air/FedBN",

@@ -40,12 +40,13 @@ class FedCPSettings(MethodSettings, robust=True, point="served"):
         returned={"model (s,)": "trained body and policy, and the mean of both heads"},
         server_state={"model": "body, policy and global head (s,)"},
         client_state={"personal": "the client's personal head, flat"},
-        scored="The served model: the authors' program evaluates before local training (servercp.py, FedCP.train).",
+        scored="The served model, because the authors' program evaluates before local training (servercp.py, "
+        "FedCP.train).",
         deviations=(
             "The shares r and s are a plain softmax. The authors' program adds Gumbel noise, even at test time.",
-            "v_i is always computed from the current head; the authors' program sets v_i once per round, to random "
-            "numbers in round 1. SGD on the cross-entropy does not change v_i, because the gradient's rows sum to 0. "
-            "Only Adam and custom losses change v_i.",
+            "v_i is always computed from the current head, whereas the authors' program sets v_i once per round, to "
+            "random numbers in round 1. SGD on the cross-entropy does not change v_i, because the gradient's rows sum "
+            "to 0. Only Adam and custom losses change v_i.",
             "The served body's features are computed once per round, from samples without augmentation, with "
             "BatchNorm's running statistics. The authors' program computes them for every mini-batch in training mode.",
             "All clients of a round receive the policy and the global head. The authors' program sends them only "
@@ -69,7 +70,7 @@ class FedCPSettings(MethodSettings, robust=True, point="served"):
 
     def network(self, plain: "Architecture", num_clients: int) -> "Architecture":
         """Add the policy and the global head to the network."""
-        from posy.models.conditional import Conditional  # noqa: PLC0415 - the settings need no PyTorch
+        from posy.models.conditional import Conditional  # noqa: PLC0415 - the settings do not need PyTorch
 
         return plain.extended(Conditional)
 

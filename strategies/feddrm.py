@@ -69,9 +69,9 @@ class FedDRMSettings(MethodSettings, robust=True, point="served"):
         returned={"model (d_s,)": "the same layers after local training"},
         server_state={"model": "shared layers (d_s,)"},
         client_state={"personal": "class classifier (α_i, β_i)"},
-        scored="The served model: the authors score the averaged layers with each client's classifier before the next "
-        "local training, weighted by n_i. For system accuracy, each pooled test sample is classified by the "
-        "client to which it is routed.",
+        scored="The served model, because the authors score the averaged layers with each client's classifier before "
+        "the next local training, weighted by n_i. For system accuracy, each pooled test sample is classified "
+        "by the client to which it is routed.",
         deviations=(
             "A client that `holdout-clients` sets aside never trains, so no query is routed to it.",
             "The mean covers the clients of the round. In the paper all clients take part in every round.",
@@ -93,7 +93,7 @@ class FedDRMSettings(MethodSettings, robust=True, point="served"):
     )
 
     def notices(self, settings: "Settings", network: Architecture) -> tuple[str, ...]:
-        """Warn if one of the two losses has weight 0, or if the clients share no layers for predicting classes."""
+        """Warn if one of the two losses has weight 0, or if no layer that predicts classes is shared."""
         if network.layer_names == ("head",):
             return (
                 f"model = {settings.train.model!r} has no layer below its class classifier, so the clients share only "
@@ -112,7 +112,7 @@ class FedDRMSettings(MethodSettings, robust=True, point="served"):
         """Add the client branch; raise :class:`SettingsError` for fewer than two clients."""
         if num_clients < 2:
             raise SettingsError(f"num-clients = {num_clients}: feddrm needs at least 2 clients to distinguish")
-        from posy.models.two_branch import TwoBranch  # noqa: PLC0415 - the settings need no PyTorch
+        from posy.models.two_branch import TwoBranch  # noqa: PLC0415 - the settings do not need PyTorch
 
         return plain.extended(TwoBranch, num_clients=num_clients, sharing=self.sharing)
 
@@ -137,7 +137,7 @@ def route_queries(client_logits: "Tensor", n: npt.NDArray[np.float64], routing: 
     client_logits : Tensor, (n, M)
         Outputs of the client branch.
     n : numpy.ndarray, (M,)
-        The clients' numbers of training samples.
+        Number of training samples of each client.
     routing : str
         ``density``: argmax of the logits − log(n_i / N) (Eq. 3), where the subtraction removes the advantage of large
         clients. ``posterior``: argmax of the logits (Remark 2.4).

@@ -131,8 +131,9 @@ class FedFewSettings(
             "objectives": "round and objective g, for figures (R, 2)",
         },
         client_state={"personal": "heads or BatchNorm statistics of the K models, if they are personal (K, d_p)"},
-        scored="The served model k_i: Algorithm 1 selects it after the last broadcast (lines 19–24). The authors' "
-        "program scores the selected model after local training instead. Compare its results with the column `local`.",
+        scored="The served model k_i, because Algorithm 1 selects it after the last broadcast (lines 19–24). The "
+        "authors' program scores the selected model after local training instead. Compare its results with the "
+        "column `local`.",
         deviations=(
             "`fedfew-full-steps=true` divides the step of each model by Σ_i α_i w_ik. In the paper these sums add up "
             "to 1 over all models, so the K models share one step and most clients end up with the same model. On "
@@ -271,7 +272,7 @@ def weighted_losses(losses: Float64, n: Float64) -> Float64:
     losses : numpy.ndarray, (M, K)
         L_ik, mean training loss of client i with model k.
     n : numpy.ndarray, (M,)
-        Numbers of training samples.
+        Number of training samples of each client.
     """
     return (n / n.sum())[:, None] * losses
 

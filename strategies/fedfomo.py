@@ -74,13 +74,16 @@ class FedFomoSettings(MethodSettings, robust="its server passes individual model
             "sent": "the clients whose models each client receives next (M, k), -1 in unused entries",
         },
         client_state={"model": "the trained model (d,)", "start": "the model before the last training (d,)"},
-        scored="The served model: the authors' program scores the model after the federated update, before training.",
+        scored="The served model, because the authors' program scores the model after the federated update, before "
+        "training.",
         deviations=(
             "A client keeps its model from before training if no candidate is better, as in the authors' program.",
-            "The authors' program divides the weights by |Σ_n w_n| before adding them to P; Posy adds Eq. 3's weights.",
-            "The distance is the L2 norm; the authors' program uses the L1 norm by default (`fedfomo-distance=l1`).",
+            "The authors' program divides the weights by |Σ_n w_n| before adding them to P, whereas Posy adds Eq. 3's "
+            "weights.",
+            "The distance is the L2 norm, whereas the authors' program uses the L1 norm by default "
+            "(`fedfomo-distance=l1`).",
             "With `validation-fraction` the same samples determine the weights of the models and the best round.",
-            "A client with a single training sample and no validation sample compares models on that sample.",
+            "A client with one training sample and no validation samples compares models on that training sample.",
         ),
         program=Program(
             "NVlabs/FedFomo",

@@ -54,9 +54,9 @@ class FedMGDASettings(MethodSettings, robust="its server weights updates by the 
         returned={"model (d,)": "the trained model w_i"},
         server_state={"model": "the server's model w (d,)"},
         client_state={},
-        scored="The served model: the paper scores the server's model on each client's test samples.",
+        scored="The served model, because the paper scores the server's model on each client's test samples.",
         deviations=(
-            "λ⁰ is n_i / N; `client-weights=uniform` makes it uniform.",
+            "λ⁰ is n_i / N by default, or uniform with `client-weights=uniform`.",
             "An update of length 0 is not normalised.",
             "Lengths and inner products exclude BatchNorm's running statistics, which are averaged as in FedAvg.",
         ),

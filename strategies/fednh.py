@@ -74,10 +74,10 @@ class FedNHSettings(
         },
         server_state={"model": "the body θ, and the prototypes W as its head (d,)"},
         client_state={},
-        scored="The local model: the trained body with the prototypes used in training. The paper reports it as the "
-        "personalised model, and the served model as the global one.",
+        scored="The local model, which is the trained body with the prototypes used in training. The paper reports it "
+        "as the personalised model, and the served model as the global model.",
         deviations=(
-            "Bodies are weighted by n_i; the program weights them equally (`client-weights=uniform`).",
+            "Bodies are weighted by n_i, whereas the program weights them equally (`client-weights=uniform`).",
             "For up to D + 1 classes the initial prototypes are the vertices of a simplex, which minimises the paper's "
             "largest cosine. The program draws an orthonormal set.",
             "The scale s is fixed, as with the program's option FedNH_fix_scaling. By default the program trains it.",
@@ -98,7 +98,7 @@ class FedNHSettings(
                 f"model = {plain.model!r}: fednh trains all layers but the head, and this network has only a head; "
                 f"choose a network with more layers"
             )
-        from posy.models.chain import with_cosine_head  # noqa: PLC0415 - the settings need no PyTorch
+        from posy.models.chain import with_cosine_head  # noqa: PLC0415 - the settings do not need PyTorch
 
         return plain.extended(with_cosine_head, classes=plain.task.num_classes, scale=self.scale)
 

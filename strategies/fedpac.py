@@ -98,7 +98,7 @@ class FedPACSettings(
             "model (b,)": "the trained body θ_i",
             "head (h,)": "the trained head",
             "means (C, D)": "class means c_ij of the trained body's features",
-            "counts (C,)": "numbers of training samples n_ij per class",
+            "counts (C,)": "number of training samples n_ij per class",
             "variance ()": "V_i, the variance of the mean of (one-hot label) × feature, for the served body",
             "products (C, D)": "h_i, class means times class shares, for the served body",
         },
@@ -134,7 +134,10 @@ class FedPACSettings(
         run, clients = settings.run, settings.data.num_clients
         if clients > 1 and run.fraction_train * (1 - run.holdout_clients) * clients > 1:
             return ()
-        return ("one client trains in a round, so no heads are combined: this is FedRep with class means",)
+        return (
+            "only one client trains in each round, so no heads are combined: the run is equivalent to FedRep with "
+            "class means",
+        )
 
 
 class FedPAC(PersonalisedStrategy):

@@ -30,8 +30,8 @@ class FedPerSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):
         server_state={"model": "the base layers W_B (s,)"},
         client_state={"personal": "the client's personalisation layers W_P,j, flat"},
         scored=(
-            "The served model: averaged base layers with the client's own last layers. FedRep's program and PFLlib "
-            "score FedPer in this way."
+            "The served model, which combines the averaged base layers with the client's own last layers. FedRep's "
+            "program and PFLlib score FedPer in this way."
         ),
         program=Program(
             "TsingZ0/PFLlib",

@@ -1,11 +1,11 @@
-"""FedProto (Tan et al., 2022): clients share class prototypes, but no model.
+"""FedProto (Tan et al., 2022): clients share class prototypes instead of a model.
 
 A prototype is the mean of a class's features, which are the inputs of the head (Eq. 3). The server averages the
 clients' prototypes for each class. A client pulls its features towards these averages (Eq. 7), and predicts the class
 of the nearest average (Eq. 4).
 
-``served`` scores a client's network with the prototypes just received. ``local`` scores it with the prototypes
-received before its last training, or with the client's own prototype for a class that had none.
+``served`` scores a client's network with the prototypes just received. ``local`` scores it with the prototypes received
+before its last training. For a class without a received prototype, it uses the client's own.
 """
 
 from collections.abc import Mapping
@@ -26,11 +26,11 @@ from posy.strategies.settings import MethodSettings
 if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
-SINGLE_REPLIES = "it weights each client's prototypes by the client's number of samples of the class"
+SINGLE_REPLIES = "it weights each client's prototypes by the client's number of samples in the class"
 
 
 class FedProtoSettings(
-    MethodSettings, robust="its server averages class prototypes and receives no model", point="served"
+    MethodSettings, robust="its server averages class prototypes and does not receive a model", point="served"
 ):
     """Settings of FedProto."""
 
@@ -41,7 +41,7 @@ class FedProtoSettings(
         prototypes=numbers(change_of="prototypes", limited=True, noise=True, sums=SINGLE_REPLIES),
         counts=numbers(
             "classes",
-            noise="its clients send their numbers of samples per class without noise",
+            noise="its clients send their sample counts per class without noise",
             sums=SINGLE_REPLIES,
         ),
     )
@@ -75,7 +75,7 @@ class FedProtoSettings(
         },
         returned={
             "prototypes (C, D)": "the client's prototypes c_ij; the served prototype for a class that the client lacks",
-            "counts (C,)": "numbers of training samples n_ij per class",
+            "counts (C,)": "number of training samples n_ij per class",
         },
         server_state={
             "prototypes": "the global prototypes c (C, D)",
@@ -86,7 +86,8 @@ class FedProtoSettings(
             "prototypes": "the prototypes that the local model predicts with (C, D)",
             "known": "1 for each class that has such a prototype (C,)",
         },
-        scored="The served model: the authors' program tests the trained networks with the new global prototypes.",
+        scored="The served model, because the authors' program tests the trained networks with the new global "
+        "prototypes.",
         deviations=(
             "Posy omits the factor 1 / |N_j| of Eq. 6, which would shorten the prototypes of classes with many "
             "clients. The program averages clients with equal weights.",
@@ -105,20 +106,23 @@ class FedProtoSettings(
     )
 
     def refusals(self) -> Mapping[str, str]:
-        """Reject ``client-weights``, because the numbers of samples per class determine the weights."""
-        return {"client-weights": "prototypes are weighted by numbers of samples per class"}
+        """Reject ``client-weights``, because the sample counts per class determine the weights."""
+        return {"client-weights": "prototypes are weighted by the number of samples per class"}
 
     def notices(self, settings: "Settings", network: Architecture) -> tuple[str, ...]:
         """Warn if training ignores the prototypes of other clients."""
         if not network.layer_names[:-1]:
-            return (f"model = {settings.train.model}: no layer below the head can follow the prototypes",)
+            return (
+                f"model = {settings.train.model}: the network has no layer below the head that could learn from "
+                "the prototypes",
+            )
         if not self.strength:
             return ("fedproto-strength = 0: clients train alone, and share prototypes for predictions only",)
         return ()
 
 
 class FedProto(PersonalisedStrategy):
-    """Store the prototypes ``(C, D)``, and which classes have one ``(C,)`` (Algorithm 1)."""
+    """Store the prototypes ``(C, D)``, and a mask of the classes that have one ``(C,)`` (Algorithm 1)."""
 
     state = ("prototypes", "known")
     sums_samples = True

@@ -42,11 +42,11 @@ class FedProxSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):
         returned={"model (d,)": "the trained model w_k"},
         server_state={"model": "the server's model w (d,)"},
         client_state={},
-        scored="The served model: the paper and its program score the averaged model.",
+        scored="The served model, because the paper and its program score the averaged model.",
         deviations=(
-            "As in the authors' program, clients are drawn uniformly and weighted by numbers of samples. Algorithm 2 "
-            "draws them in proportion to their numbers of samples and weights them equally (`client-weights=uniform`).",
-            "All clients complete their local training; the paper also studies clients that stop early.",
+            "As in the authors' program, clients are drawn uniformly and weighted by number of samples. Algorithm 2 "
+            "draws them in proportion to their number of samples and weights them equally (`client-weights=uniform`).",
+            "All clients complete their local training. The paper also studies clients that stop early.",
         ),
         program=Program(
             "TsingZ0/PFLlib",

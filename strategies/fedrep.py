@@ -37,11 +37,12 @@ class FedRepSettings(MethodSettings, robust=True, point="served"):
         server_state={"model": "the shared body φ (s,)"},
         client_state={"personal": "the client's head h_i, flat"},
         scored=(
-            "The served model: the authors' program tests the averaged body with each client's head, without further "
-            "training (main_fedrep.py, test_img_local_all)."
+            "The served model, because the authors' program tests the averaged body with each client's head, without "
+            "further training (main_fedrep.py, test_img_local_all)."
         ),
         deviations=(
-            "Clients are weighted by numbers of samples; the paper weights them equally (`client-weights=uniform`).",
+            "Clients are weighted by number of samples, whereas the paper weights them equally "
+            "(`client-weights=uniform`).",
             "The training of the head and the training of the body each begin without momentum. The authors' program "
             "uses one optimiser for both phases, which skips frozen layers.",
             "While the head trains, BatchNorm layers of the body use their running statistics without updating them. "

@@ -42,7 +42,7 @@ class FedSAMFTSettings(FedAvgFTSettings, robust=True):
         ),
         deviations=(
             "The paper does not fine-tune. FedDRM (2025, Section 3.1) adds fine-tuning.",
-            "Clients are weighted by numbers of samples, as in FedDRM's program; the paper weights them equally "
+            "Clients are weighted by number of samples, as in FedDRM's program. The paper weights them equally "
             "(`client-weights=uniform`). The server's learning rate is 1.",
             "Only the passes at w, not at w̃, update BatchNorm's running statistics, as in published SAM programs.",
         ),

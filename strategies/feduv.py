@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class FedUVSettings(MethodSettings, robust=True, point="served"):
     """Settings of FedUV."""
 
-    needs_classes = "its variance term needs the probabilities of classes"
+    needs_classes = "its variance term needs class probabilities"
 
     variance: float = setting(
         2.5,
@@ -54,10 +54,11 @@ class FedUVSettings(MethodSettings, robust=True, point="served"):
         returned={"model (d,)": "the trained model θ_i"},
         server_state={"model": "the server's model θ (d,)"},
         client_state={},
-        scored="The served model: the authors' program tests the averaged model.",
+        scored="The served model, because the authors' program tests the averaged model.",
         deviations=(
             "Class weights affect only the cross-entropy: both regularisers treat the samples of a batch equally.",
-            "A batch of one sample, or of equal features, has no uniformity term. The program returns NaN for it.",
+            "A batch of one sample, or of equal features, has no uniformity term. The program returns NaN for such a "
+            "batch.",
             "The program fixes SGD's momentum at 0.9. In Posy, the momentum is a setting.",
         ),
         program=Program(

@@ -59,7 +59,7 @@ class ServerHooks:
     resized: ClassVar[frozenset[str]] = frozenset()
     """The names in ``state`` whose arrays change shape during a run."""
     sums_samples: ClassVar[bool] = False
-    """Whether :meth:`aggregate` weights some arrays by numbers of samples, regardless of ``client-weights``."""
+    """Whether :meth:`aggregate` weights some arrays by number of samples, regardless of ``client-weights``."""
 
     def __init__(self) -> None:
         self.newcomer_rows: dict[int, dict[str, Any]] = {}

@@ -55,14 +55,15 @@ class IFCASettings(
         },
         server_state={"models": "the cluster models (K, d)"},
         client_state={},
-        scored="The served model: the authors' programs score, for each client, the cluster model with the lowest "
-        "loss.",
+        scored="The served model, because the authors' programs score, for each client, the cluster model with the "
+        "lowest loss.",
         deviations=(
-            "Clients are weighted by numbers of samples; the paper weights them equally (`client-weights=uniform`).",
+            "Clients are weighted by number of samples, whereas the paper weights them equally "
+            "(`client-weights=uniform`).",
             "The K models start from independent random weights. The authors' program for CIFAR-10 draws them again "
             "until each model has a share of the clients.",
-            "Algorithm 1 also has gradient averaging, which divides by the number of all clients; Posy has only model "
-            "averaging.",
+            "Algorithm 1 also has gradient averaging, which divides by the number of all clients. Posy implements only "
+            "model averaging.",
         ),
         program=Program(
             "pgg3/FedFew",

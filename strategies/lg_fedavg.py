@@ -34,14 +34,15 @@ class LGFedAvgSettings(MethodSettings, dp_sgd=True, robust=True, point="served")
         server_state={"model": "the shared top layers θ_g (s,)"},
         client_state={"personal": "the client's lower layers θ_ℓ, flat"},
         scored=(
-            "The served model: the authors' program copies the averaged layers to every client before it tests "
-            "(main_lg.py). It keeps each client's best model by test accuracy; Posy does not select on test data."
+            "The served model, because the authors' program copies the averaged layers to every client before it tests "
+            "(main_lg.py). The program keeps each client's best model by test accuracy. Posy does not select models on "
+            "test data."
         ),
         deviations=(
-            "Clients are weighted by numbers of samples; the paper's program weights them equally "
+            "Clients are weighted by number of samples, whereas the paper's program weights them equally "
             "(`client-weights=uniform`).",
             "The authors start from a model that FedAvg trained for hundreds of rounds. In Posy all clients start from "
-            "the run's initial model; the setting `weights` can load a trained model instead.",
+            "the run's initial model. The setting `weights` can load a trained model instead.",
             "The shared layers are the last layers, as in the paper. The authors' network for CIFAR lists its layers "
             "in a different order, so their program shares the two convolutional layers.",
         ),

@@ -1,6 +1,6 @@
-"""Local only: every client trains alone; the server sends and receives no model.
+"""Local only: every client trains alone, and the server does not send or receive a model.
 
-Only ``local`` scores are reported, because the server serves no model.
+Only ``local`` scores are reported, because the server does not serve a model.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from posy.strategies.replies import Update
 from posy.strategies.settings import MethodSettings
 
 
-class LocalSettings(MethodSettings, robust="its clients send no model"):
+class LocalSettings(MethodSettings, robust="its clients do not send a model"):
     """Settings of local training, which has only the shared settings."""
 
     sent = ()

@@ -3,7 +3,7 @@
 Every primitive comes from `cryptography` (X25519, HKDF, AES, ChaCha20-Poly1305) or PyCryptodome (Shamir's secret
 sharing over GF(2^128)). This module does not use Flower's `flwr.common.secure_aggregation`. Flower draws masks from
 NumPy's Mersenne Twister with 32-bit seeds, which is not cryptographically secure, and its masks never take the largest
-value below the modulus. Flower also rounds with NumPy's global generator, and splits text-encoded keys into shares.
+value below the modulus. Flower also rounds with NumPy's global generator, and it splits text-encoded keys into shares.
 """
 
 import hashlib
@@ -25,8 +25,8 @@ Words = npt.NDArray[np.uint32]
 SECRET_BYTES, KEY_BYTES, NONCE_BYTES, TAG_BYTES = 16, 32, 12, 16
 """Lengths in bytes of a secret, a key, and the nonce and tag of a ciphertext."""
 LIMBS, LIMB_BITS = 4, 16
-"""Number and size of the limbs of an integer below 2^64. Each 16-bit limb is sent as a 32-bit word, so that sums over
-65,536 clients do not overflow."""
+"""Number of limbs in an integer below 2^64, and bits in each limb. Each 16-bit limb is sent as a 32-bit word, so that
+sums over 65,536 clients do not overflow."""
 MAX_CLIENTS = 2 ** (32 - LIMB_BITS)
 """Maximum number of clients in a round."""
 ONE = 2**30
@@ -198,7 +198,7 @@ def _agreed(private: X25519PrivateKey, public: bytes, purpose: bytes, context: b
     try:
         shared = private.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError as error:
-        raise MaskingError("a public key cannot be used") from error
+        raise MaskingError("a public key is not valid for key agreement") from error
     return _derived(shared, purpose, context)
 
 
@@ -218,5 +218,5 @@ def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
 def combined(shares: Mapping[int, bytes], threshold: int) -> bytes:
     """Recover a secret from at least ``threshold`` shares, keyed by position in the list from :func:`split`."""
     if len(shares) < threshold or any(len(share) != SECRET_BYTES for share in shares.values()):
-        raise MaskingError(f"{len(shares)} shares of a secret, but {threshold} are needed")
+        raise MaskingError(f"{len(shares)} shares of a secret are available, but {threshold} are needed")
     return Shamir.combine([(index + 1, share) for index, share in sorted(shares.items())[:threshold]], ssss=False)

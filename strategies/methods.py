@@ -87,7 +87,7 @@ def settings_class(method: str) -> Any:
 
 def strategy_class(method: str) -> Any:
     """Return the Flower strategy class of a method; by default the shared base strategy, which implements FedAvg."""
-    from posy.strategies.base import PersonalisedStrategy  # noqa: PLC0415 - looking up names needs no PyTorch
+    from posy.strategies.base import PersonalisedStrategy  # noqa: PLC0415 - looking up names does not need PyTorch
 
     check_method(method)
     if is_custom(method):

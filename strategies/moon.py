@@ -54,7 +54,7 @@ class MOONSettings(MethodSettings, robust=True, point="served"):
         returned={"model (d,)": "the trained model w_i"},
         server_state={"model": "the server's model w (d,)"},
         client_state={"model": "the client's model after its last training (d,)"},
-        scored="The served model: the authors' program tests the averaged model.",
+        scored="The served model, because the authors' program tests the averaged model.",
         deviations=(
             "z is the head's input, as with the program's option --use_project_head 0. The paper adds a projection "
             "head of two layers.",

@@ -38,7 +38,7 @@ class PerFedAvgSettings(MethodSettings, robust=True):
     hessian_delta: float = setting(
         0.001,
         "`hf`: step size of the finite difference, as a multiple of the gradient",
-        source="choice: small, but above the rounding of float32",
+        source="choice: small, but above float32 rounding errors",
         needs="per-fedavg-hessian = hf",
         above=0,
     )
@@ -84,12 +84,14 @@ class PerFedAvgSettings(MethodSettings, robust=True):
         returned={"model (d,)": "the trained model w_i"},
         server_state={"model": "the server's model w (d,)"},
         client_state={},
-        scored="The local model: the paper scores w after one step on the client's data.",
+        scored="The local model, because the paper scores w after one step on the client's data.",
         deviations=(
-            "The mean over clients is weighted by samples; in the paper, it is uniform (`client-weights=uniform`).",
+            "The mean over clients is weighted by number of samples. In the paper, it is uniform "
+            "(`client-weights=uniform`).",
             "D, D′ and D″ are parts of one mini-batch of `batch-size` samples, not one mini-batch each.",
-            "Momentum, weight decay, clipping and Adam act on the meta-gradient; the adaptation is plain SGD.",
-            "The adaptation before evaluation uses training data; the pFedMe authors' program uses test data.",
+            "Momentum, weight decay, clipping and Adam act on the meta-gradient, whereas the adaptation is plain SGD.",
+            "The adaptation before evaluation uses training data, whereas the program of pFedMe's authors uses test "
+            "data.",
             "BatchNorm's running statistics come from the forward passes at w, before the adaptation.",
         ),
         program=Program(

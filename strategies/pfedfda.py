@@ -1,9 +1,9 @@
 """pFedFDA (McLaughlin and Su, 2024): global and local Gaussians of the features are interpolated to define the head.
 
 All classes share one covariance Σ, so the classifier that the Gaussians define is a linear head. Clients train the body
-with the head of the global Gaussians. To predict, each client uses a personal head from Gaussians that are interpolated
-between the client's estimates and the global ones. ``served`` scores the served body with a head that each client fits
-to this body's features, without training.
+with the head of the global Gaussians. To predict, each client uses a personal head derived from Gaussians that are
+interpolated between the client's estimates and the global ones. ``served`` scores the served body with a head that each
+client fits to this body's features, without training.
 """
 
 from typing import ClassVar
@@ -74,8 +74,8 @@ class PFedFDASettings(
         },
         client_state={},
         scored=(
-            "The served model: the authors' program fits every client's head to the averaged body, without training "
-            "(server_fedfda.py, evaluate_personalized)."
+            "The served model, because the authors' program fits every client's head to the averaged body, without "
+            "training (server_fedfda.py, evaluate_personalized)."
         ),
         deviations=(
             "Local Gaussians come from the features of the trained body. The authors' program takes the features of "
@@ -87,7 +87,7 @@ class PFedFDASettings(
             "compares the client's total number of samples instead, so nearly every class uses its local mean.",
             "`pfedfda-ridge` is added to the diagonal of Σ_i. The authors' program adds 1 to the diagonal and 1e-4 to "
             "every element. Its discriminant also shrinks Σ by 1e-4 towards a multiple of the identity.",
-            "`class-weights` apply to the training loss; the Gaussians and class shares are unweighted estimates.",
+            "`class-weights` apply to the training loss. The Gaussians and class shares are unweighted estimates.",
         ),
         program=Program(
             "cj-mclaughlin/pFedFDA",
@@ -141,7 +141,7 @@ class PFedFDASettings(
 
 
 class PFedFDA(PersonalisedStrategy):
-    """Average body, means and covariances, all with the same weights (Algorithm 1)."""
+    """Average the bodies, means and covariances, all with the same weights (Algorithm 1)."""
 
     state: ClassVar[tuple[str, ...]] = ("model", "means", "covariance")
 

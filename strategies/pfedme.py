@@ -98,17 +98,17 @@ class PFedMeSettings(MethodSettings, robust=True):
         server_state={"model": "the global model w (d,)"},
         client_state={"model": "the personal model θ_i (d,), or w_i with `pfedme-scored=w`"},
         scored=(
-            "The local model θ_i: the paper scores the personalized model. The variable that the authors' program "
-            "scores refers to w_i at that point (`pfedme-scored=w`)."
+            "The local model θ_i, because the paper scores the personalised model. The variable that the authors' "
+            "program scores refers to w_i at that point (`pfedme-scored=w`)."
         ),
         deviations=(
-            "The mean over clients is weighted by samples, as in the authors' program; in the paper, it is uniform "
-            "(`client-weights=uniform`).",
-            "θ starts at w and continues from mini-batch to mini-batch, as in the authors' program; the paper does "
-            "not specify the starting point.",
-            "`weight-decay` is a part of f_i. The authors' program uses a decay of 0.001 for θ. The paper uses 0, "
-            "and so does Posy.",
-            "`local-epochs` counts passes over the data; in the paper and its program R counts mini-batches "
+            "The mean over clients is weighted by number of samples, as in the authors' program. In the paper, it is "
+            "uniform (`client-weights=uniform`).",
+            "θ starts at w and continues from mini-batch to mini-batch, as in the authors' program. The paper does not "
+            "specify the starting point.",
+            "`weight-decay` is part of f_i. The authors' program uses a decay of 0.001 for θ. The paper uses 0, and so "
+            "does Posy.",
+            "`local-epochs` counts passes over the data. In the paper and its program, R counts mini-batches "
             "(`local-steps`).",
             "If the network has BatchNorm layers, w_i uses θ's running statistics, because the method never runs a "
             "forward pass with w_i.",

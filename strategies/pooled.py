@@ -1,7 +1,7 @@
 """Pooled: one model is trained on the training samples of all clients, as if they were in one place.
 
-It is the reference for the cost of federation. In each round, the first client trains for ``local-epochs`` passes over
-all samples. The clients must share a file system, so sites cannot use it.
+Pooled training is the baseline that shows the cost of federation. In each round, the first client trains for
+``local-epochs`` passes over all samples. The clients must share a file system, so sites cannot use it.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ class PooledSettings(MethodSettings, robust="one client trains the only model", 
         one_model = "only one client trains, on the data of all clients"
         return {
             "client-weights": one_model,
-            "evaluate-training": "the training samples belong to no single client",
+            "evaluate-training": "the training samples do not belong to individual clients",
             "fraction-train": one_model,
             "holdout-clients": one_model,
             "max-client-weight": one_model,

@@ -59,20 +59,20 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
     reduction: str = setting(
         "svd",
         "how fully connected layers are reduced; svd: factorise layers when they become personal; svd-fedavg: from "
-        "stage 3 on, factorise stage 1's layers (Appendix A.4); sparse: mask the weights of personal layers",
+        "stage 3 onwards, factorise stage 1's layers (Appendix A.4); sparse: mask the weights of personal layers",
         choices=("svd", "svd-fedavg", "sparse", "none"),
         source="Algorithm 1, lines 11 and 12, and Section 4.1; svd-fedavg: Appendix A.4; sparse: Appendix A.3",
     )
     ranks: str = setting(
         "100,50,24;80,40,16",
-        "ranks of the last fully connected layers, one list per stage, from stage 2 on with svd and from stage 3 on "
-        "with svd-fedavg; the last list also applies to all later stages",
+        "ranks of the last fully connected layers, one list per stage, from stage 2 onwards with svd and from stage 3 "
+        "onwards with svd-fedavg; the last list also applies to all later stages",
         source="Appendix A.3, CIFAR-10",
         needs="ppfe-reduction = svd | svd-fedavg",
     )
     body_lr_factor: float = setting(
         0.1,
-        "factor by which lr is multiplied for the shared layers, from stage ppfe-body-lr-stage on",
+        "factor by which lr is multiplied for the shared layers, from stage ppfe-body-lr-stage onwards",
         minimum=0,
         search=Search(0.01, 1.0, log=True),
         source="Appendix A.4: 0.01, and 0.001 for shared layers in the later stages",
@@ -133,7 +133,8 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
     )
     fixed_head: int = setting(
         0,
-        "0: one more personal layer per stage; h: the last h layers are personal from stage 2 on (ablations WP, M1-M3)",
+        "0: one more personal layer per stage; h: the last h layers are personal from stage 2 onwards (ablations WP, "
+        "M1-M3)",
         minimum=0,
         source="Algorithm 1; the ablations are in Tables 4 and 5",
     )
@@ -149,7 +150,7 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
         equations=(
             "stage 1: FedAvg with weights n_k / N (Algorithm 1, line 7)",
             "local SGD on Σ_i (ω_i / n_k) ℓ_i over shared and personal layers (Eq. 2; Algorithm 1, line 16)",
-            "ψ ← mean of ψ_k over the clients of the round, uniform from stage 2 on (Algorithm 1, line 18)",
+            "ψ ← mean of ψ_k over the clients of the round, uniform from stage 2 onwards (Algorithm 1, line 18)",
             "ε = Σ_i ω_i ℓ_i / (max ℓ · Σ_i ω_i), β = ½ log((1 − ε) / ε) (Algorithm 1, line 2)",
             "ω_i ← ω_i exp(β ℓ_i), rescaled to Σ_i ω_i = n_k (Algorithm 1, lines 4 and 5)",
             "h_k = Σ_t β_k^(t) softmax(model_t) (Eq. 8; Algorithm 1, line 23)",
@@ -173,8 +174,8 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
             "personal-t": "personal layers of stage t (p_t,)",
             "finished-t": "shared layers of each finished stage t (d_t,)",
         },
-        scored="The served ensemble: the paper reports the accuracy of the resulting ensemble, whose shared layers are "
-        "averages (Section 6.2.5).",
+        scored="The served ensemble, because the paper reports the accuracy of the resulting ensemble, whose shared "
+        "layers are averages (Section 6.2.5).",
         deviations=(
             "`ppfe-beta=samme` adds ½ log(C − 1) to the paper's coefficient and never lets it become negative. On "
             "digits, the served ensembles reach an accuracy of 95.6 % with `samme` and 96.4 % with `adaboost` "
@@ -186,11 +187,11 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
             "Algorithm 1, line 21, uses the coefficient of the new stage before it is computed. In Posy, the new model "
             "enters the ensemble with a coefficient that is computed from this model's error alone.",
             "ε is clipped to [1e-6, 1 − 1e-6], so that β is finite.",
-            "The paper classifies. As an extension, Posy boosts other tasks with the same formulas. A label counts as "
-            "a binary class, and `zero-one` is a sample's share of wrong labels (Hamming loss). For values, ℓ is the "
-            "absolute error divided by its maximum, so ε and the weights follow AdaBoost.R2 (Drucker, 1997) with half "
-            "of its exponent. The ensemble is the mean of the values, weighted by β as in Eq. 8; AdaBoost.R2 uses a "
-            "weighted median. A stage with ε > ½ has no weight.",
+            "The paper covers only classification. As an extension, Posy boosts other tasks with the same formulas. A "
+            "label counts as a binary class, and `zero-one` is a sample's share of wrong labels (Hamming loss). For "
+            "values, ℓ is the absolute error divided by its maximum, so ε and the weights follow AdaBoost.R2 (Drucker, "
+            "1997) with half of its exponent. The ensemble is the mean of the values, weighted by β as in Eq. 8, "
+            "whereas AdaBoost.R2 uses a weighted median. A stage with ε > ½ has no weight.",
             "With `class-weights=balanced` ω starts at the class weights instead of 1. The paper has no class weights.",
             "A client that misses the end of a stage closes it at its next message, with the personal layers of its "
             "last training. A client that loses its state closes all finished stages again, with untrained personal "
@@ -256,7 +257,7 @@ class Stage:
 
 
 class PPFE(PersonalisedStrategy):
-    """Average the stage's shared layers over the clients, uniformly from stage 2 on (Algorithm 1, line 18).
+    """Average the stage's shared layers over the clients, uniformly from stage 2 onwards (Algorithm 1, line 18).
 
     The state holds the shared layers of the current and finished stages, and the current stage's number of finished
     rounds.
@@ -304,7 +305,7 @@ class PPFE(PersonalisedStrategy):
             self.finished.append(self.model)
             self.rounds_done[...] = 0
             if self.stage is not before:
-                import torch  # noqa: PLC0415 - the settings need no PyTorch
+                import torch  # noqa: PLC0415 - the settings do not need PyTorch
 
                 model = before.shared_part.put(np.zeros(before.architecture.layout.size, np.float32), self.model)
                 parameters = open_stage(before, self.stage, torch.from_numpy(model), torch.from_numpy(self.finished[0]))
@@ -367,7 +368,7 @@ def open_stage(before: Stage, after: Stage, model: "Tensor", fedavg: "Tensor | N
     fedavg : Tensor, (d_1,), optional
         Stage 1's model, for restarted layers.
     """
-    from posy.models.layers import low_rank_factors  # noqa: PLC0415 - the settings need no PyTorch
+    from posy.models.layers import low_rank_factors  # noqa: PLC0415 - the settings do not need PyTorch
 
     layout = before.architecture.layout
     sources = layout.views(model)
@@ -415,7 +416,7 @@ def reduced_ranks(plain: Architecture, reduced: tuple[str, ...], ranks: list[int
 
     ``ranks`` are the ranks of the last fully connected layers in order; the last number is the head's.
     """
-    from posy.models.layers import capped_rank  # noqa: PLC0415 - the settings need no PyTorch
+    from posy.models.layers import capped_rank  # noqa: PLC0415 - the settings do not need PyTorch
 
     layers = plain.fully_connected[-len(ranks) :]
     rank_of = dict(zip(layers, ranks[len(ranks) - len(layers) :], strict=True))

@@ -1,4 +1,4 @@
-"""Differential privacy of a run: the noise that its settings require, clipping, and the addition of noise.
+"""Differential privacy: determine the noise that a run's settings require, clip updates, and add the noise.
 
 The setting ``dp`` names the party that adds the noise, and ``dp-epsilon`` is the ε of the whole run:
 
@@ -8,8 +8,8 @@ The setting ``dp`` names the party that adds the noise, and ``dp-epsilon`` is th
   most C. With secure aggregation, the clients add shares of the noise, and the server never sees a sum without noise.
 - ``sample``: DP-SGD (Abadi et al., 2016). Each client clips the gradient of each sample, and adds noise to their sum.
 
-All clients know the seed, which determines the cohorts, so no mode claims privacy amplification from client sampling. A
-client spends privacy budget only in the rounds in which it trains.
+All clients know the seed, which determines the cohorts, so Posy does not claim privacy amplification by client sampling
+in any mode. A client spends privacy budget only in the rounds in which it trains.
 """
 
 import math
@@ -34,7 +34,7 @@ COUNT_NOISE = 0.05
 """Standard deviation σ_b of the noise on the number of unclipped updates, as a fraction of the cohort (Andrew et al.,
 2021, Section 3)."""
 BELOW = "dp-below-clip"
-"""Metric of a reply with adaptive clipping: 1 if the norm of the update is at most the clipping norm, else 0."""
+"""Metric in a reply with adaptive clipping: 1 if the norm of the update is at most the clipping norm, else 0."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def event_of(settings: Settings, num_train: int) -> Event:
 
 
 def planned_events(settings: Settings, num_train: int) -> list[Event]:
-    """Return a whole run's privacy events for a client with ``num_train`` training samples; empty without noise.
+    """Return the privacy events of a whole run for a client with ``num_train`` training samples; empty without noise.
 
     The list is for the client that trains in the most rounds, so it is an upper bound for every client.
     """
@@ -76,7 +76,7 @@ def planned_events(settings: Settings, num_train: int) -> list[Event]:
 
 @lru_cache(maxsize=64)
 def noise_multiplier(settings: Settings) -> float:
-    """Return the noise multiplier per update at which all rounds of the run together satisfy (ε, δ).
+    """Return the noise multiplier per update at which the run as a whole satisfies (ε, δ).
 
     T Gaussian mechanisms with noise multiplier z are equivalent to one with z/√T.
     """
@@ -87,7 +87,7 @@ def noise_multiplier(settings: Settings) -> float:
 def sampling_of(settings: Settings, num_train: int) -> Sampling:
     """Return the DP-SGD steps of one round of local training on ``num_train`` samples.
 
-    The probability is rounded up to two digits, so that clients with similar numbers of samples share a cached noise
+    The probability is rounded up to two digits, so that clients with a similar number of samples share a cached noise
     multiplier.
     """
     train = settings.train
@@ -140,14 +140,14 @@ def clipped(arrays: NDArrays, references: NDArrays, clip: float) -> tuple[list[n
 
 
 def with_noise(changed: Sequence[npt.NDArray[np.float64]], deviation: float) -> list[npt.NDArray[np.float64]]:
-    """Add Gaussian noise from a cryptographic generator to changes; see :mod:`posy.noise`."""
+    """Add Gaussian noise from a cryptographic generator to the changes; see :mod:`posy.noise`."""
     return noisy_sum([changed], deviation)
 
 
 def noisy_sum(
     changes_of: Sequence[Sequence[npt.NDArray[np.float64]]], deviation: float
 ) -> list[npt.NDArray[np.float64]]:
-    """Return the sum of the clients' changes and Gaussian noise, computed exactly on the grid of the noise.
+    """Return the sum of the clients' changes and Gaussian noise, computed exactly on the noise's grid.
 
     Parameters
     ----------

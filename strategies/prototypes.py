@@ -1,4 +1,4 @@
-"""Class prototypes on the server: means of the clients' class means, weighted by their numbers of samples."""
+"""Class prototypes on the server: means of the clients' class means, weighted by number of samples."""
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ def mean_prototypes(prototypes: FloatArray, counts: npt.ArrayLike, before: Float
     prototypes : numpy.ndarray, float32, (M, C, D)
         c_ij; rows of classes that a client lacks are ignored.
     counts : array_like, (M, C)
-        n_ij, the clients' numbers of samples per class.
+        n_ij, each client's number of samples per class.
     before : numpy.ndarray, float32, (C, D)
         The prototypes of the previous round.
     """
@@ -26,12 +26,12 @@ def mean_prototypes(prototypes: FloatArray, counts: npt.ArrayLike, before: Float
 
 
 def class_counts(updates: list[Update]) -> npt.NDArray[np.float64]:
-    """Return the clients' numbers of samples per class ``(M, C)``, limited by ``max-client-weight``."""
+    """Return each client's number of samples per class ``(M, C)``, limited by ``max-client-weight``."""
     return stacked(updates, "counts") * np.array([[update.samples_factor] for update in updates])
 
 
 def check_class_counts(counts: npt.ArrayLike, enrolled: int) -> None:
-    """Raise :class:`BadReplyError` for impossible numbers of samples per class ``(C,)``.
+    """Raise :class:`BadReplyError` for impossible sample counts per class ``(C,)``.
 
     Their sum must equal the client's enrolled number of samples, up to rounding: float32 counts are inexact above 2^24.
     """

@@ -56,13 +56,13 @@ SAMPLES = {"image": "images", "text": "texts", "table": "tables", "features": "f
 
 @dataclass(frozen=True)
 class Merged:
-    """The user's settings, merged with the settings of the experiment file that they name."""
+    """The user's settings, merged with the settings in the experiment file that they name."""
 
     values: dict[str, Any]
     sources: dict[str, str]
     """The source of each setting in ``values``, for error messages."""
     notice: str
-    """A warning about settings of the file that lose their effect because the user overrides others; may be empty."""
+    """A warning about settings in the file that lose their effect because the user overrides others; may be empty."""
 
 
 def read_settings(
@@ -163,12 +163,12 @@ def with_experiment(user_settings: Mapping[str, Any], where: str) -> dict[str, A
 
 
 def merge_experiment(user_settings: Mapping[str, Any], where: str) -> Merged:
-    """Return the checked ``user_settings``, merged over the settings of the experiment file that they name.
+    """Return the checked ``user_settings``, merged over the settings in the experiment file that they name.
 
-    A run may override the file's method, data set, partition or optimiser. Posy then ignores settings of the file
-    that belong to other methods or have no effect under the override, and lowers values above a limit to the limit. A
-    setting that has no effect or exceeds its limit even without the override is an error, except in the ``config.yaml``
-    of a run, which an earlier version may have written.
+    A run may override the file's method, data set, partition or optimiser. Posy then ignores settings in the file that
+    belong to other methods or lose their effect, and caps values at their limits. A setting that has no effect or
+    exceeds its limit even without the override raises an error. The ``config.yaml`` of a run is exempt, because an
+    earlier version may have written it.
 
     Raises
     ------

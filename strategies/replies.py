@@ -68,7 +68,7 @@ class Update:
 
 @dataclass
 class ClientInfo:
-    """The server's information about one client: its node, its numbers of samples, and the report of its site."""
+    """The server's information about one client: its node, its sample counts, and the report of its site."""
 
     client: int
     node_id: int
@@ -106,7 +106,7 @@ class RoundRecord:
     trained: set[int] = field(default_factory=set)
     """Clients whose updates the server has accepted; empty if the round has failed."""
     evaluated: int = 0
-    """Numbers of clients with test samples that received an evaluation message (``asked``) and that replied."""
+    """Number of clients with test samples that received an evaluation message (``asked``), and number that replied."""
     sums: dict[str, Any] = field(default_factory=dict)
     """With secure aggregation, the scores summed over clients (:class:`~posy.strategies.score_sums.Tally`), by key."""
     bytes_up: int = 0
@@ -211,7 +211,7 @@ def unlimited_weights(updates: list[Update]) -> npt.NDArray[np.float64]:
 
 
 def sample_counts(updates: list[Update]) -> npt.NDArray[np.float64]:
-    """Return the numbers of training samples n_i ``(M,)``, regardless of ``client-weights``.
+    """Return each client's number of training samples n_i ``(M,)``, regardless of ``client-weights``.
 
     If the strategy sums over samples, no client's share of the samples exceeds ``max-client-weight``.
     """

@@ -25,7 +25,7 @@ Float64 = npt.NDArray[np.float64]
 SMOOTHING = 1e-6
 """Lower bound ν on the distances in the geometric median's weights (Pillutla et al., Algorithm 2)."""
 ITERATIONS, TOLERANCE = 1000, 1e-8
-"""Maximum number of iterations for the geometric median, and the relative change of shares at which they stop."""
+"""Maximum number of iterations for the geometric median, and the relative change in the shares at which it stops."""
 
 
 class Combined(NamedTuple):

@@ -152,8 +152,8 @@ class Rounds:
         """Replace a global model's BatchNorm running statistics with the clients' mean or the ``robust`` rule's result.
 
         A server that takes steps along the update would otherwise extrapolate the statistics, and a variance could
-        become negative. Only the attribute ``model`` changes, and only if the strategy has replaced it in this round,
-        its shape is the shape of the clients' models, and all clients that sent a model receive it.
+        become negative. Only the attribute ``model`` changes, and only if the strategy has replaced it in this round.
+        It must also have the shape of the clients' models, and all clients that sent a model must receive it.
         """
         strategy, influence = self.strategy, self.influence
         if not influence.has_statistics:
@@ -170,7 +170,7 @@ class Rounds:
         strategy.model = model.copy()
         if influence.rule:
             strategy.model[statistics] = influence.combine_statistics(models[:, statistics])
-        else:  # average all columns: rounding depends on their number, and must match FedAvg
+        else:  # average all columns, because rounding depends on their number and must match FedAvg
             mean = weighted_mean(models, strategy.mean_weights(sent) * factors)
             strategy.model[statistics] = mean[statistics]
 
@@ -190,7 +190,7 @@ class Rounds:
         scores, samples = scores_of(update.metrics), samples_of(update.metrics)
         if self.settings.train.dp_clip_quantile and update.metrics.get(BELOW) not in (0.0, 1.0):
             raise BadReplyError(f"{BELOW} = {update.metrics.get(BELOW)}")
-        # All checks come first, so that a dropped reply writes nothing into the client's row.
+        # All checks come first, so that a dropped reply does not change the client's row.
         self.exchange.count_bytes(client, up=sum(array.nbytes for array in update.arrays.values()))
         row = record.row(client)
         row |= {"n_train": update.num_examples, "n_test": int(update.metrics["num-test"]), **self.recorded(scores)}
@@ -282,7 +282,7 @@ class Rounds:
         return client
 
     def recorded(self, scores: Mapping[str, float]) -> dict[str, float]:
-        """Return the scores that the run records; a client may send others."""
+        """Return the scores that the run records; a client may also send others."""
         return {column: value for column, value in scores.items() if column in self.columns.all}
 
     def _present(self) -> list[int]:

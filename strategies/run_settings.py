@@ -150,7 +150,7 @@ class TrainSettings:
     )
     adam_epsilon: float = setting(
         1e-8,
-        "number that Adam adds to the root of the mean of squared gradients",
+        "number that Adam adds to the square root of the mean squared gradient",
         needs="optimizer = adam | adamw",
         above=0,
     )
@@ -288,7 +288,7 @@ class RunSettings:
     client_weights: str = setting(
         "samples",
         "weight of each client when the server averages models; `samples`: its number of training samples; `uniform`: "
-        "1. Sums over samples (class prototypes, FedFew's n_i / N for the losses) always use the numbers of samples",
+        "1. Sums over samples (class prototypes, FedFew's n_i / N for the losses) always use the number of samples",
         needs="robust = mean | multi-krum | geometric-median or method = feddrm",
         choices=("samples", UNIFORM),
         source="McMahan et al., 2017, Algorithm 1: n_i / n",
@@ -378,7 +378,7 @@ class RunSettings:
     )
     grace: float | str = setting(
         OFF,
-        "seconds that training waits for the other clients once min-train-replies clients have answered",
+        "seconds that training waits for the other clients once min-train-replies clients have replied",
         number_or=OFF,
         minimum=0,
         maximum=1e8,
@@ -402,15 +402,15 @@ class RunSettings:
     )
     metric: str = setting(
         AUTO,
-        "metric by which rounds, clients and methods are compared; `auto`: accuracy, for labels average-precision, for "
-        "values rmse",
+        "metric by which rounds, clients and methods are compared; `auto`: accuracy for classes, average-precision for "
+        "labels, rmse for values",
         choices=(AUTO, *METRICS),
         synonyms=("monitor", "score"),
     )
     all_metrics: str = setting(
         AUTO,
         "evaluations that report all metrics of the task on the test splits: the `last` one, `every` one or `none`; "
-        "other evaluations report only the metric and the loss; `auto`: `last`, with dataset=sites `none`",
+        "other evaluations report only the metric and the loss; `auto`: `none` with dataset=sites, else `last`",
         choices=(AUTO, "last", "every", "none"),
     )
     positive_class: str = setting(
@@ -422,7 +422,7 @@ class RunSettings:
     fixed_sensitivity: float = setting(0.9, "minimum sensitivity for specificity-at-sensitivity", above=0, maximum=1)
     save_predictions: bool = setting(
         False,
-        "store each client's predictions for its test samples after the last round, with the samples' numbers",
+        "store each client's predictions for its test samples after the last round, with the indices of the samples",
         resumable=True,
         affects_results=False,
     )
@@ -509,12 +509,13 @@ class RunSettings:
         if self.system_accuracy == "on" and self.secure_aggregation:
             raise SettingsError(
                 "system-accuracy = 'on' cannot be combined with secure-aggregation = true: system accuracy needs the "
-                "models and test samples of single clients; set system-accuracy = 'off'"
+                "models and test samples of individual clients; set system-accuracy = 'off'"
             )
         if self.robust != "mean" and self.secure_aggregation:
             raise SettingsError(
                 f"robust = {self.robust!r} cannot be combined with secure-aggregation = true: the server sees only the "
-                "sum of the updates, and the rule compares single updates; set one of the two settings to its default"
+                "sum of the updates, and the rule compares individual updates; set one of the two settings to its "
+                "default"
             )
         if self.system_accuracy == "on" and not self.save_models:
             raise SettingsError("system-accuracy = 'on' needs save-models = true: the stored models answer the queries")

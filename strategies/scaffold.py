@@ -3,7 +3,7 @@
 Client i steps along its gradient + c − c_i (Eq. 3). The client's variate c_i estimates this client's gradient, and the
 server's variate c estimates the mean gradient of all clients.
 
-The server stores c but no c_i. Three rules keep c equal to the mean of the members' c_i:
+The server stores c, but not the clients' c_i. Three rules keep c equal to the mean of the members' c_i:
 
 * A failed round changes neither c nor any c_i: clients start from their earlier states.
 * A member that the server has never reached has c_i = 0. It enters the mean in the first round in which it
@@ -74,7 +74,7 @@ class SCAFFOLDSettings(
             "weights": "each member's weight in c, 0 before the server first reaches it (M,)",
         },
         client_state={"control": "the client's control variate c_i (d,)"},
-        scored="The served model: the paper reports the test accuracy of x.",
+        scored="The served model, because the paper reports the test accuracy of x.",
         deviations=(
             "Both means weight clients by n_i, because the objective does. In the paper, they are uniform "
             "(`client-weights=uniform`).",

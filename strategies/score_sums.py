@@ -1,7 +1,7 @@
 """Scores under secure aggregation: each client adds integers to a masked sum, and the server sees only the sum.
 
-The server never receives a single client's loss, metrics or number of processed samples. The settings, the task and
-the message alone determine the layout of the integers, so the layout is the same for all clients.
+The server never receives an individual client's loss, metrics or number of processed samples. The settings, the task
+and the message alone determine the layout of the integers, so the layout is the same for all clients.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,12 +33,12 @@ class Tally(NamedTuple):
     loss: int = 0
     """Sum of the samples' losses, in units of 1 / :data:`posy.binned.STEPS`."""
     metrics: Mapping[str, float] = {}
-    """The metrics of all samples together, keyed by name."""
+    """The metrics over all samples, keyed by name."""
 
     def spread(self, measure: str) -> Spread | None:
         """Return the ``loss`` or a metric over all samples, or None if it is not defined.
 
-        No single client's numbers are available, so all other statistics are None.
+        The values of individual clients are not available, so all other statistics are None.
         """
         if not self.samples:
             return None
@@ -68,7 +68,7 @@ class ScoreSums:
     task : Task
         The task of the run.
     training : bool
-        Whether the clients answer a training message.
+        Whether the clients reply to a training message.
     all_metrics : bool
         Whether the clients report all metrics on the test splits.
     """
@@ -105,7 +105,7 @@ class ScoreSums:
         return self.metric != "accuracy" or (self._all_metrics and self.split_of(key) == "test")
 
     def sums_of(self, predictions: Predictions) -> list[int] | None:
-        """Return sums over the samples from which metrics are computed, or None if they are too large.
+        """Return sums over the samples, from which metrics can be computed; None if the sums would be too large.
 
         These are :class:`~posy.binned.BinnedScores` for classes and labels, and :mod:`posy.value_sums` for values.
         """
@@ -152,7 +152,7 @@ class ScoreSums:
         return [*numbers, int(metrics.get("samples", 0))]
 
     def _empty(self, key: str) -> list[int]:
-        """Return the numbers of a tally without samples."""
+        """Return the zeros that a client adds to a tally of a split without samples."""
         if key == TRAIN:
             return [0] * 3
         if not self.has_sums(key):
@@ -161,7 +161,7 @@ class ScoreSums:
         return [0] * (3 + (count_of(size) if is_regression else BinnedScores.count(size)))
 
     def tallies(self, numbers: Sequence[int]) -> tuple[dict[str, Tally], int]:
-        """Return the tallies by key and the number of processed samples, given the sums of :meth:`numbers`."""
+        """Split the sums of :meth:`numbers` into tallies, keyed by name, and the number of processed samples."""
         tallies, start = {}, 0
         for key in self.keys:
             end = start + len(self._empty(key))
@@ -180,7 +180,7 @@ class ScoreSums:
             return metrics_of(numbers, samples, self.task.value_std)
         run, size = self.settings.run, self.task.num_classes
         positive = positive_class(run, self.task.class_names)
-        if max(numbers) >= 1 << 53:  # the mask hides which client has added impossible numbers
+        if max(numbers) >= 1 << 53:  # the mask hides which client added the impossible numbers
             return {}
         scores = BinnedScores.from_numbers(numbers, size)
         if not scores.is_consistent(self.task.target, samples):

@@ -15,8 +15,8 @@ The evaluation of a round has the same stages, with different keys, and sums onl
 statistics of the sites' data are summed in the same way. The client's side, which does not trust the server, is in
 :mod:`posy.client_app.secure_aggregation`.
 
-If the same clients are expected in the next phase, they send its keys and shares with their answers in stages 4 and 5,
-and the next phase starts at stage 3. If other clients take part after all, all clients send new keys and shares.
+If the same clients are expected in the next phase, they send its keys and shares with their replies in stages 4 and 5,
+and the next phase starts at stage 3. If different clients take part instead, all clients send new keys and shares.
 """
 
 import math
@@ -54,7 +54,7 @@ from posy.strategies.run_settings import RunSettings
 KEYS, SHARES, SURVIVORS, UNMASK = "keys", "shares", "survivors", "unmask"
 """The stages of a round besides training or evaluation."""
 TRAINING, EVALUATION, STATISTICS = "", "evaluation", "statistics"
-"""Suffixes of the names of rounds: for updates, for scores, and for statistics of the sites' data."""
+"""Suffixes of round names for updates, for scores, and for statistics of the sites' data."""
 NEXT = "next-round"
 """Request entry in the survivors and unmask stages: the round for which keys or shares are also requested."""
 AGAIN = "again"
@@ -64,7 +64,7 @@ MASKED = "masked"
 PER_CLIENT = frozenset(("client", "site", "state-from", "state-keep", "evaluate-personal", "sources", "shares"))
 """Entries of a message's config that differ between the clients of a round; all others must be the same."""
 REFUSAL = b"refused"
-"""First item in the answer of a client that refuses some neighbours' keys; one item per refused neighbour follows."""
+"""First item in the reply of a client that refuses some neighbours' keys; one item per refused neighbour follows."""
 MAX_REFUSAL = 300
 """Maximum number of bytes in the item for a refused neighbour: its index, a space and the reason."""
 KEY_TEXTS, SIGNED_TEXTS, MAX_SIGNATURE = 4, 2, 1000
@@ -78,11 +78,11 @@ Answer = list[bytes]
 Masked = tuple[Words, Mapping[str, Any]]
 """The masked words in a reply, and its metrics."""
 Ask = Callable[[str, Mapping[int, Mapping[str, Any]], Callable[[int, Answer], None]], dict[int, Answer]]
-"""Sends a stage's requests, keyed by client, and returns the answers that pass a check, also keyed by client."""
+"""Sends a stage's requests, keyed by client, and returns the replies that pass a check, also keyed by client."""
 
 
 class TooFewError(MaskingError):
-    """Too few remaining clients to unmask the sum of a round."""
+    """Too few clients remain to unmask the sum of a round."""
 
 
 def threshold_of(size: int, fraction: float) -> int:
@@ -236,7 +236,7 @@ class SecureRound:
     weights : Mapping of int to int
         Weight of each client in the cohort, keyed by index; 1 for scores.
     ask : callable
-        Sends the messages of a stage, and returns the answers.
+        Sends the messages of a stage, and returns the replies.
     drop : callable
         Records that a client is dropped from the round, with the reason.
     following : str
@@ -478,7 +478,7 @@ def excluded_by(refused: Mapping[int, Mapping[int, str]], neighbours: Mapping[in
     refused : Mapping
         For each client that refuses keys, the reason for each client it refuses.
     neighbours : Mapping
-        For each client, the neighbours that have answered.
+        For each client, the neighbours that have replied.
     """
     excluded = {}
     for client in sorted({client for reasons in refused.values() for client in reasons}):
@@ -549,13 +549,13 @@ def _check_sealed(answer: Any, roster: Sequence[int]) -> None:
 
 def _check(answer: Any, count: int, size: int) -> None:
     if not isinstance(answer, list) or [type(text) for text in answer] != [bytes] * count:
-        raise BadReplyError(f"an answer that is not a list of {count} byte strings")
+        raise BadReplyError(f"the reply is not a list of {count} byte strings")
     if any(len(text) != size for text in answer):
         raise BadReplyError(f"byte strings of lengths {[len(text) for text in answer]} instead of {size}")
 
 
 def _refusals(texts: Sequence[Any], neighbours: set[int]) -> dict[int, str]:
-    """Return the reason for each refused neighbour; raise :class:`BadReplyError` if the answer is malformed."""
+    """Return the reason for each refused neighbour; raise :class:`BadReplyError` if the reply is malformed."""
     refused = {}
     for text in texts:
         number, _, reason = text.decode(errors="replace").partition(" ") if isinstance(text, bytes) else ("", "", "")
@@ -569,7 +569,7 @@ def _refusals(texts: Sequence[Any], neighbours: set[int]) -> dict[int, str]:
 
 def _check_keys(client: int, answer: Answer) -> None:
     if not isinstance(answer, list):
-        raise BadReplyError("an answer that is not a list of byte strings")
+        raise BadReplyError("the reply is not a list of byte strings")
     _check(answer[:2], 2, KEY_BYTES)
     for key in answer[:2]:
         check_public(key)

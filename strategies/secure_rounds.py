@@ -156,8 +156,8 @@ class SecureRounds:
         if num_unchanged and not self.settings.train.withholds_scores:
             log(
                 WARNING,
-                "round %s: %s of %s clients sent no change: their training diverged, or a parameter changed by more "
-                "than secure-range; masks hide which clients",
+                "round %s: %s of %s clients did not send a change: their training diverged, or a parameter changed by "
+                "more than secure-range; masks hide which clients",
                 record.number,
                 num_unchanged,
                 len(masked),

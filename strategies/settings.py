@@ -11,7 +11,7 @@ from posy.strategies.arrays import ALLOWED, RETURNED, Answer, Arrays, Refused, R
 from posy.strategies.run_settings import CENTRAL, RunSettings, TrainSettings
 from posy.strategies.targets import check_target
 
-if TYPE_CHECKING:  # reading settings needs no PyTorch
+if TYPE_CHECKING:  # reading settings does not need PyTorch
     from collections.abc import Mapping
 
     import numpy as np
@@ -22,8 +22,8 @@ if TYPE_CHECKING:  # reading settings needs no PyTorch
     from posy.strategies.card import MethodCard
 
 
-UNSAMPLED = "it does not declare that its clients' arrays depend only on the gradients of single samples"
-NOTHING_SENT = Refused("its clients send no model")
+UNSAMPLED = "it does not declare that its clients' arrays depend only on the gradients of individual samples"
+NOTHING_SENT = Refused("its clients do not send a model")
 NO_MEAN = "it does not declare that its server step is a weighted mean of models"
 
 
@@ -38,11 +38,11 @@ def training_clients(settings: "Settings") -> int:
 class MethodSettings:
     """Base of every method's settings: a subclass is a frozen dataclass whose fields are declared with ``setting``.
 
-    A method declares the arrays in its messages, each once: ``sent`` names the arrays that a client receives, and
-    ``returned`` declares the arrays in its reply. By default, both contain a single model. With ``dp_sgd=True``, a
-    subclass states that DP-SGD protects everything that clients send. With ``robust=True``, it states that its server
-    combines whole models only with :meth:`~posy.strategies.base.PersonalisedStrategy.mean`. Server and clients both
-    call the methods below.
+    A method declares each array in its messages once: ``sent`` names the arrays that a client receives, and
+    ``returned`` declares the arrays in its reply. By default, both contain one model. With ``dp_sgd=True``, a subclass
+    states that DP-SGD protects everything that clients send. With ``robust=True``, it states that its server combines
+    whole models only with :meth:`~posy.strategies.base.PersonalisedStrategy.mean`. Server and clients both call the
+    methods below.
     """
 
     sent: ClassVar[tuple[str, ...]]
@@ -75,7 +75,8 @@ class MethodSettings:
     """Whether one client trains on the training samples of all clients, which must share a file system."""
 
     class_statistics: ClassVar[bool] = False
-    """Whether clients send statistics of each class, such as mean features; a site forbids them for rare classes."""
+    """Whether clients send statistics of each class, such as mean features; a site with a rare class rejects the
+    method."""
     card: "ClassVar[MethodCard | None]" = None
     """The facts for the method's documentation page; None for a custom method without a page."""
 
@@ -213,7 +214,7 @@ class Settings:
 
     @property
     def scored_splits(self) -> dict[str, Literal["test", "validation", "train"]]:
-        """The splits on which the run scores models, keyed by the word in the names of scores; empty for the tests."""
+        """The splits on which the run scores models, keyed by the suffix in score names; empty for the test split."""
         splits: dict[str, Literal["test", "validation", "train"]] = {"": "test"}
         if self.data.validation_fraction:
             splits["validation"] = "validation"

@@ -1,4 +1,4 @@
-"""The versions of the clients' states: the server names them, but never receives a state."""
+"""Version names of the clients' states. The server assigns the names, but never receives a state."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -31,12 +31,13 @@ class ClientStates:
     """Config entries that locate the states: ``run``, the name of the run's folder, and in a simulation
     ``state-directory``."""
     versions: dict[int, str] = field(default_factory=dict)
-    """The version of each client's state, which only an accepted reply changes; empty if the client stores none."""
+    """The version of each client's state, which changes only with an accepted reply; empty if the client stores
+    none."""
     needed: list[Mapping[int, str]] = field(default_factory=list)
     """Versions, keyed by client, that checkpoints or the last round still need."""
 
     def config(self, phase: str, server_round: int, client: int) -> dict[str, Any]:
-        """Return the config entries about a client's state."""
+        """Return the config entries that describe a client's state."""
         return {
             **self.folders,
             "state-from": self.versions.get(client, ""),

@@ -201,7 +201,7 @@ def test_generated_page_sections(generate: dict[str, Any]) -> None:
     assert momentum == "| `momentum` | its steps are plain |"
     assert privacy[:2] == ["| `dp=local` | noise hides it |", "| `dp=central` | noise hides it |"]
     (sample,) = privacy[2:]
-    assert sample.startswith("| `dp=sample` | ") and "gradients of single samples" in sample
+    assert sample.startswith("| `dp=sample` | ") and "gradients of individual samples" in sample
     assert robust.startswith("| `robust` | ") and "weighted mean of models" in robust
     assert generate["warns"](ExampleSettings) == ""
     assert generate["warns"](settings_class("fedfew")).startswith("Before round 1 Posy warns if ")

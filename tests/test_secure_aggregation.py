@@ -151,7 +151,7 @@ def test_a_secret_needs_a_threshold_of_shares() -> None:
     shares = split(secret, 3, 5)
     for holders in ((0, 1, 2), (4, 2, 0), (0, 1, 2, 3, 4)):
         assert combined({holder: shares[holder] for holder in holders}, 3) == secret
-    with pytest.raises(MaskingError, match="2 shares of a secret, but 3"):
+    with pytest.raises(MaskingError, match="2 shares of a secret are available, but 3"):
         combined({0: shares[0], 1: shares[1]}, 3)
     assert Shamir.combine([(1, shares[0]), (2, shares[1])], ssss=False) != secret
 
@@ -458,7 +458,7 @@ def test_a_diverged_client_sends_a_zero_update_instead_of_an_error(
     strict = run(federate, make_config("fedavg", data=five, num_server_rounds=1) | fault)
     assert reasons(strict, 1) == {}
     np.testing.assert_allclose(strict.strategy.model, strict.strategy.initial(), atol=1e-7)
-    assert "5 of 5 clients sent no change" in warnings.text
+    assert "5 of 5 clients did not send a change" in warnings.text
 
 
 def test_the_sum_includes_each_clients_noise(make_config: Any, federate: Federate, five: Any) -> None:
