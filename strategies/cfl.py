@@ -139,7 +139,7 @@ class CFLSettings(
 class Descent(NewcomerPhase):
     """The newcomers' descent through the tree of splits, before they are evaluated.
 
-    At each split of its cluster, a newcomer trains the model from before the split, and joins the side that has the
+    At each split of its cluster, a newcomer trains the model from before the split. It then joins the side that has the
     update most similar to its own.
     """
 

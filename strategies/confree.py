@@ -56,9 +56,9 @@ class ConFREESettings(FedRepSettings, robust="its server weights updates by the 
         "body with the client's head before training.",
         deviations=(
             "Clients train as in FedRep, one of the eight methods that the authors combine with ConFREE.",
-            "The authors' program differs from the poster. It treats each tensor separately (`confree-parts=tensors`), "
-            "projects in a random order without division by the squared length, and divides the step by 1 + c² (both "
-            "`confree-rule=program`).",
+            "The authors' program differs from the poster. It treats each tensor separately (`confree-parts=tensors`). "
+            "It also projects in a random order without division by the squared length, and divides the step by 1 + c² "
+            "(`confree-rule=program`).",
             "The authors do not state their value of c.",
             "BatchNorm's running statistics are not projected, but averaged as in FedAvg.",
         ),

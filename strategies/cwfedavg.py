@@ -1,8 +1,8 @@
 """cwFedAvg: class-wise federated averaging with a weight distribution regulariser (WDR).
 
-"Class-Wise Federated Averaging for Efficient Personalization": the server keeps a global model for each class,
-averaged over the clients in proportion to their shares of the class. Each client receives a mix of the class models,
-weighted by its own class distribution.
+"Class-Wise Federated Averaging for Efficient Personalization": the server keeps a global model for each class. It
+averages this model over the clients in proportion to their shares of the class. Each client receives a mix of the class
+models, weighted by its own class distribution.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """FedACS: attention between client models by cosine similarity.
 
-"Personalized Federated Learning with Attention-Based Client Selection": the server compares the clients' models and
-sends each client a weighted mean of the models that are most similar to its own.
+"Personalized Federated Learning with Attention-Based Client Selection": the server compares the clients' models. It
+sends each client a weighted mean of the models that are most similar to the client's own.
 """
 
 from collections.abc import Mapping
@@ -75,8 +75,8 @@ class FedACSSettings(MethodSettings, robust="its server mixes a model for each c
         client_state={"model": "the client's latest model w_i, which later evaluations score"},
         scored="The local model w_i, because Algorithm 1 returns w_1, …, w_n, the models after local training (Eq. 5).",
         deviations=(
-            "Client i's mean always includes its own model. In the paper this requires s_ii = 1 > δ, which fails for "
-            "p = 1 and for equal models, as in round 1 after a common initialisation.",
+            "Client i's mean always includes its own model. In the paper this requires s_ii = 1 > δ. The condition "
+            "fails for p = 1 and for equal models, for example in round 1 after a common initialisation.",
             "Similarities s_ij ≤ 0 are omitted, because negative weights extrapolate. The paper sums over all "
             "s_ij > δ, even if δ is negative.",
             "BatchNorm's running statistics do not enter s_ij, since they would outweigh the parameters. They are "

@@ -136,10 +136,10 @@ class FedFewSettings(
         "column `local`.",
         deviations=(
             "`fedfew-full-steps=true` divides the step of each model by Σ_i α_i w_ik. In the paper these sums add up "
-            "to 1 over all models, so the K models share one step and most clients end up with the same model. On "
-            "3,000 images of CIFAR-10 with Dir(0.1), one model has a served accuracy of 22.4 %. Three models reach "
-            "23.4 % with the paper's steps and 34.0 % with full steps (docs/results.md). `fedfew-full-steps=false` "
-            "selects the paper's steps.",
+            "to 1 over all models, so the K models share one step. As a result, most clients end up with the same "
+            "model. On 3,000 images of CIFAR-10 with Dir(0.1), one model has a served accuracy of 22.4 %. Three models "
+            "reach 23.4 % with the paper's steps and 34.0 % with full steps (docs/results.md). "
+            "`fedfew-full-steps=false` selects the paper's steps.",
             "Each model starts from its own seed. The authors' program copies one model K times and shuffles the "
             "samples for each model: `fedfew-initialisation=same fedfew-batches=own`, which the settings of the "
             "paper's experiments select.",
@@ -300,8 +300,8 @@ def server_step(
 ) -> FloatArray:
     """Return θ_k + η_s Σ_i α_i w_ik Δ_ik (Eq. 13 with Δ for −η∇L).
 
-    The products α_i w_ik sum to 1 over all i and k, so the K models share one step and the model with the largest
-    weights learns fastest. ``full`` divides each model's products by their sum, which is not in the paper.
+    The products α_i w_ik sum to 1 over all i and k. The K models therefore share one step, and the model with the
+    largest weights learns fastest. ``full`` divides each model's products by their sum, which is not in the paper.
 
     Parameters
     ----------

@@ -59,7 +59,8 @@ class FedPACSettings(
     )
     head_epochs: int = setting(
         1,
-        "epochs for the head, before `local-epochs` for the body; with `local-steps`, each trains for that many steps",
+        "epochs for the head, before `local-epochs` for the body; with `local-steps`, both train for `local-steps` "
+        "steps",
         source="methods/fedpac.py of the authors' program: epoch_classifier = 1",
         needs="local-steps = 0",
         minimum=1,
@@ -143,8 +144,8 @@ class FedPACSettings(
 class FedPAC(PersonalisedStrategy):
     """Average bodies and class means; combine heads for each client (Algorithm 1).
 
-    The state holds the body, the class means ``(C, D)``, a mask of the classes that have a mean ``(C,)``, the clients'
-    heads ``(M, h)``, and a mask of the clients that have taken part ``(M,)``.
+    The state holds the body, the class means ``(C, D)`` and the clients' heads ``(M, h)``. It also holds a mask of the
+    classes that have a mean ``(C,)``, and a mask of the clients that have taken part ``(M,)``.
     """
 
     state = ("model", "prototypes", "known", "heads", "seen")

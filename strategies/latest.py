@@ -13,8 +13,8 @@ from posy.strategies.replies import Update
 class LatestModels(PersonalisedStrategy):
     """Store the latest model of every client that has trained.
 
-    The state consists of ``seen``, these clients in sorted order ``(m,)``; ``models``, their models ``(m, d)``; and
-    ``stateless`` ``(M,)``, which is 1 for each client that has lost its state since its last update.
+    The state consists of three arrays. ``seen`` ``(m,)`` lists these clients in sorted order, and ``models`` ``(m, d)``
+    holds their models. ``stateless`` ``(M,)`` is 1 for each client that has lost its state since its last update.
     """
 
     state: ClassVar[tuple[str, ...]] = ("seen", "models", "stateless")

@@ -2,7 +2,7 @@
 
 Every primitive comes from `cryptography` (X25519, HKDF, AES, ChaCha20-Poly1305) or PyCryptodome (Shamir's secret
 sharing over GF(2^128)). This module does not use Flower's `flwr.common.secure_aggregation`. Flower draws masks from
-NumPy's Mersenne Twister with 32-bit seeds, which is not cryptographically secure, and its masks never take the largest
+NumPy's Mersenne Twister with 32-bit seeds, which is not cryptographically secure. Its masks never take the largest
 value below the modulus. Flower also rounds with NumPy's global generator, and it splits text-encoded keys into shares.
 """
 
@@ -141,9 +141,9 @@ def own_mask(secret: bytes, context: bytes, count: int) -> Words:
 def pair_mask(private: X25519PrivateKey, public: bytes, client: int, other: int, context: bytes, count: int) -> Words:
     """Return the mask that ``client`` adds; ``other`` adds the negative, so that the two cancel in the sum.
 
-    The mask depends on both clients' indices and public keys. X25519 accepts several encodings of the same key.
-    Without the public keys in the derivation, a client could send another client's key as its own, and a third client's
-    masks for the two could cancel.
+    The mask depends on both clients' indices and public keys. X25519 accepts several encodings of the same key. Without
+    the public keys in the derivation, a client could send another client's key as its own. A third client's masks for
+    the two could then cancel.
     """
     ends = sorted([(client, public_key(private)), (other, public)])
     parties = b"".join(index.to_bytes(4, "little") + key for index, key in ends)

@@ -107,7 +107,7 @@ class PFedFDASettings(
     )
     folds: int = setting(
         2,
-        "number of cross-validation folds for beta; a class with no more samples than folds uses its global mean",
+        "number of cross-validation folds for beta; a class with at most as many samples as folds uses its global mean",
         minimum=2,
         maximum=100,
         source="authors' program, client_fedfda.py: num_cv_folds and min_samples",

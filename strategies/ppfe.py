@@ -2,14 +2,14 @@
 
 The paper is "Federated Ensemble Learning with Progressive Model Personalization" (Emrani et al., 2026). Training has T
 stages. Stage 1 is FedAvg. In stage t, the last t − 1 layers are personal, and fully connected layers become smaller.
-Between stages, each client reweights its samples by the errors of the ensemble so far, as in AdaBoost, and computes the
-coefficient of the finished stage.
+Between stages, each client reweights its samples by the errors of the ensemble so far, as in AdaBoost. It also computes
+the coefficient of the finished stage.
 
 The paper describes two reductions, and Posy implements both. ``svd`` follows Algorithm 1 (lines 11 and 12) and Section
 4.1: layers continue from the previous stage, and a layer that becomes personal is factorised. ``svd-fedavg`` follows
-Appendix A.4: stage 2 is dense, and in later stages all fully connected layers are factorised from stage 1's model,
-while the convolutions continue from the previous stage. ``svd-fedavg`` transmits the fractions of parameters that
-Section 6.3.3 reports.
+Appendix A.4: stage 2 is dense. In later stages, all fully connected layers are factorised from stage 1's model, while
+the convolutions continue from the previous stage. ``svd-fedavg`` transmits the fractions of parameters that Section
+6.3.3 reports.
 """
 
 from dataclasses import dataclass, replace
@@ -181,8 +181,8 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
             "digits, the served ensembles reach an accuracy of 95.6 % with `samme` and 96.4 % with `adaboost` "
             "(docs/results.md). `adaboost` is the paper's rule, and the papers' settings select it.",
             "Algorithm 1 and Appendix A.4 describe different reductions. `ppfe-reduction=svd` is Algorithm 1's. "
-            "`svd-fedavg` is the appendix's, and the papers' settings select it: 98.8, 83.8 and 19.5 % of the "
-            "CIFAR-100 network's parameters are transmitted, as Section 6.3.3 reports.",
+            "`svd-fedavg` is the appendix's reduction, and the papers' settings select it. It transmits 98.8, 83.8 and "
+            "19.5 % of the CIFAR-100 network's parameters, as Section 6.3.3 reports.",
             "Eq. 7 gives hard samples less weight. Algorithm 1 and AdaBoost give them more, and so does Posy.",
             "Algorithm 1, line 21, uses the coefficient of the new stage before it is computed. In Posy, the new model "
             "enters the ensemble with a coefficient that is computed from this model's error alone.",

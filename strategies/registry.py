@@ -328,8 +328,9 @@ def check_own(user_keys: Iterable[str], method: str, where: str) -> None:
 def unmet_conditions(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the reason for each setting that has no effect in a run, keyed by setting.
 
-    These are the shared settings and the settings of the run's method whose condition (``Setting.needs``) is false, or
-    whose kind of samples (``Setting.samples``) the published data set lacks, whether or not ``config`` sets them.
+    The function checks the shared settings and the settings of the run's method, whether or not ``config`` sets them. A
+    setting has no effect if its condition (``Setting.needs``) is false, or if the published data set lacks its kind of
+    samples (``Setting.samples``).
 
     Parameters
     ----------

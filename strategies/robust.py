@@ -4,7 +4,7 @@
 - ``krum``, ``multi-krum``: Blanchard et al. (2017), the models with the closest neighbours.
 - ``geometric-median``: Pillutla et al. (2022), the smoothed Weiszfeld algorithm; clients keep their weights.
 
-The tests compare these rules with Flower's, which Posy does not call: ``select_multikrum`` computes distances in
+The tests compare these rules with Flower's, which Posy does not call. ``select_multikrum`` computes distances in
 float32 from squared norms, which loses all precision for similar models, and it accepts too few clients. ``trim_mean``
 cuts one value too few if floating-point rounding puts the fraction times the number of clients just below an integer.
 """

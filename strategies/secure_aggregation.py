@@ -7,16 +7,17 @@ A round has five stages:
 3. Each client trains, and sends its masked update and scores.
 4. Each client signs the list of survivors, the clients whose updates have arrived (ConsistencyCheck of Bonawitz et al.,
    2017, Figure 4).
-5. Each client checks that enough clients of the whole cohort have signed the same list. It then reveals one share for
-   each neighbour: a share of the neighbour's self-mask if the neighbour is on the list, else of the neighbour's private
-   key. The server recovers the secrets from the shares, computes their masks, and subtracts the masks from the sum.
+5. Each client checks that enough clients of the whole cohort have signed the same list. For each neighbour on the list,
+   it then reveals a share of the neighbour's self-mask. For any other neighbour, it reveals a share of the neighbour's
+   private key. The server recovers the secrets from the shares, computes their masks, and subtracts the masks from the
+   sum.
 
 The evaluation of a round has the same stages, with different keys, and sums only the scores. Before the first round,
 statistics of the sites' data are summed in the same way. The client's side, which does not trust the server, is in
 :mod:`posy.client_app.secure_aggregation`.
 
-If the same clients are expected in the next phase, they send its keys and shares with their replies in stages 4 and 5,
-and the next phase starts at stage 3. If different clients take part instead, all clients send new keys and shares.
+If the same clients are expected in the next phase, they send its keys and shares with their replies in stages 4 and 5.
+The next phase then starts at stage 3. If different clients take part instead, all clients send new keys and shares.
 """
 
 import math
@@ -175,7 +176,7 @@ class View(NamedTuple):
         The number is -1 if a malicious server alone can do harm. If all clients are neighbours, the number is the
         largest c with 2t > n + c. In a ring, colluding clients and clients that have dropped out could also cut off an
         honest segment from the rest. At each of the segment's two ends, at least t - 1 - r of the next r clients have
-        not dropped out, so 2 (t - 1 - r) clients would have to collude.
+        not dropped out. Hence, 2 (t - 1 - r) clients would have to collude.
         """
         bounds = [2 * self.cohort_threshold - len(self.cohort) - 1, self.threshold - 1]
         if self.reach:
@@ -518,8 +519,8 @@ def read_masked(content: RecordDict, size: int, num_train: int | None = None) ->
 def common_digest(config: Mapping[str, Any], arrays: NDArrays) -> bytes:
     """Return a digest of everything that all clients of a round receive; masks with different digests do not cancel.
 
-    Without the digest, a server could send one client a different model, learning rate or sum of weights, and recognise
-    this client's update in the sum. The digest also covers entries that Posy does not use.
+    Without the digest, a server could send one client a different model, learning rate or sum of weights. It could then
+    recognise this client's update in the sum. The digest also covers entries that Posy does not use.
 
     Parameters
     ----------
