@@ -414,7 +414,7 @@ def stage_rounds(text: str, stages: int, total: int) -> list[int]:
 def reduced_ranks(plain: Architecture, reduced: tuple[str, ...], ranks: list[int]) -> dict[str, int]:
     """Return the ranks of the reduced layers, each capped at the largest rank that saves parameters.
 
-    ``ranks`` are the ranks of the last fully connected layers in order; the last number is the head's.
+    ``ranks`` are the ranks of the last fully connected layers in order. The last number is the rank of the head.
     """
     from posy.models.layers import capped_rank  # noqa: PLC0415 - the settings do not need PyTorch
 

@@ -50,8 +50,8 @@ class Update:
     """A client's update after training."""
 
     arrays: dict[str, Any]
-    """The arrays by name, in the order of the method's declaration. On the client they are NumPy arrays or tensors; on
-    the server, NumPy arrays with checked shapes and finite values."""
+    """The arrays by name, in the order of the method's declaration. On the client, they are NumPy arrays or tensors. On
+    the server, they are NumPy arrays with checked shapes and finite values."""
     loss: SupportsFloat
     """Mean training loss of the last local epoch; on the client, it may be a one-element tensor."""
     metrics: Mapping[str, float] = field(default_factory=dict)
