@@ -58,14 +58,18 @@ def client_data(
         return _inputs(dataset, indices, client, settings, device), torch.from_numpy(dataset.y[indices]).to(device)
 
     def cropped(split: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        if settings.augment != "resized-crop" or not len(x):
-            return x, y
-        boxes = draw_resized_boxes(len(x), torch_generator(seed, f"crop-{split}", client))
-        return crop(x, boxes.to(device)), y
+        return cropped_once(x, settings, torch_generator(seed, f"crop-{split}", client)), y
 
     train, test, validation = (tensors(split[client]) for split in (part.train, part.test, part.validation))
     evaluated = (*cropped("test", *test), *cropped("validation", *validation))
     return ClientData(*train, *evaluated, dataset.task.num_classes)
+
+
+def cropped_once(x: Tensor, settings: DataSettings, generator: torch.Generator) -> Tensor:
+    """Return images for evaluation: with `resized-crop`, each image is cropped once; else they do not change."""
+    if settings.augment != "resized-crop" or not len(x):
+        return x
+    return crop(x, draw_resized_boxes(len(x), generator).to(x.device))
 
 
 def _inputs(dataset: Dataset, indices: np.ndarray, client: int, settings: DataSettings, device: torch.device) -> Tensor:

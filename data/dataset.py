@@ -151,15 +151,22 @@ def make_dataset(
     kind = TASK_KINDS[sample_kind]
     if kind == "image":
         shape = (shape[2], *shape[:2])
-        centre = 0.5 if x.dtype == np.uint8 else 0.0
-        scale = np.full(shape[0], centre, np.float32), np.full(shape[0], centre or 1.0, np.float32)
+        scale = fixed_scale(shape[0], 0.5 if x.dtype == np.uint8 else 0.0)
     elif kind == "text":
-        scale = np.zeros(1, np.float32), np.ones(1, np.float32)
+        scale = fixed_scale(1)
     elif scale is None:
         scale = np.zeros(shape[-1]), np.ones(shape[-1])
     task = Task(kind, shape, tuple(class_names), vocabulary, *target)
     mean, std = scale
     return Dataset(name, task, x, y, mean, std, sample_kind=sample_kind, **attributes)
+
+
+def fixed_scale(channels: int, centre: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean and the standard deviation of images or tokens, float32 ``(channels,)`` each.
+
+    With ``centre = 0.5``, they scale pixels to [-1, 1]; with 0, they change nothing.
+    """
+    return np.full(channels, centre, np.float32), np.full(channels, centre or 1.0, np.float32)
 
 
 def fitted(

@@ -13,7 +13,7 @@ from posy.data.augment import check_augment
 from posy.data.dataset import Dataset, Indices
 from posy.data.errors import DataError
 from posy.data.files import read_json
-from posy.data.settings import BY_CLASS, DataSettings
+from posy.data.settings import BY_CLASS, CENTRAL_SET, DataSettings
 from posy.data.shifts import check_shift
 from posy.data.splits import RANDOM, Strata, split, split_folds
 from posy.metrics import CLASSES
@@ -86,7 +86,8 @@ def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
 
     If the data comes with a test set that ``test_set`` does not pool, Posy assigns only the training samples. Each
     client then gets its share of the test set (see :func:`share_test_set`), or, with ``natural``, its group's test
-    samples. Otherwise, ``test_fraction`` of each client's samples are set aside for tests.
+    samples. Otherwise, ``test_fraction`` of each client's samples are set aside for tests. A ``central`` test set
+    belongs to no client.
 
     Raises
     ------
@@ -102,7 +103,9 @@ def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
         _check_folds(kind, dataset, settings, is_test)
     if settings.test_set == "pooled" and kind != "given" and (dataset.is_test is None or not dataset.is_test.any()):
         log(WARNING, "test-set = 'pooled' has no effect: %s comes without a test set; remove test-set", dataset.name)
-    if is_test is None or not is_test.any():
+    if settings.test_set == CENTRAL_SET:
+        pairs = _beside_central(kind, dataset, settings, rng)
+    elif is_test is None or not is_test.any():
         _check(kind, dataset, settings)
         pairs = _assigned(kind, dataset, settings, rng)
     else:
@@ -113,10 +116,7 @@ def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
                 settings.test_fraction,
                 dataset.name,
             )
-        rows = np.flatnonzero(~is_test)
-        groups = None if dataset.groups is None else dataset.groups[rows]
-        # Keep all of x, because the partition rules use only labels and groups.
-        training = replace(dataset, y=dataset.y[rows], groups=groups, is_test=None)
+        training = _training_samples(dataset, is_test)
         _check(kind, training, settings)
         pairs = _with_test_set(kind, dataset, is_test, training, settings, rng)
     if kind == "iid" and dataset.task.target != CLASSES:
@@ -153,6 +153,43 @@ def finished(pairs: Indices, settings: DataSettings, rng: np.random.Generator, s
         tuple(np.sort(part).astype(np.int64) for part in split_parts) for split_parts in zip(*parts, strict=True)
     )
     return Partition(train, test, validation)
+
+
+def _training_samples(dataset: Dataset, is_test: np.ndarray) -> Dataset:
+    """Return the data set with the labels and groups of its training samples alone."""
+    rows = np.flatnonzero(~is_test)
+    arrays = {name: getattr(dataset, name) for name in ("groups", "split_groups")}
+    groups = {name: None if array is None else array[rows] for name, array in arrays.items()}
+    # Keep all of x, because the partition rules use only labels and groups.
+    return replace(dataset, y=dataset.y[rows], is_test=None, **groups)
+
+
+def _beside_central(kind: str, dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Indices:
+    """Return each client's (train, test) indices, which exclude the supplied test set: it stays at the server."""
+    if dataset.given is not None:
+        raise SettingsError(
+            f"test-set = {CENTRAL_SET!r} cannot be combined with {dataset.name}, which comes with a test set for each "
+            "client; set test-set = 'supplied'"
+        )
+    if dataset.is_test is None or not dataset.is_test.any():
+        raise SettingsError(
+            f"test-set = {CENTRAL_SET!r}: {dataset.name} comes without a test set; name a test set with "
+            "central-test-data, or remove test-set"
+        )
+    training = _training_samples(dataset, dataset.is_test)
+    _check(kind, training, settings)
+    if kind != "file":
+        rows = np.flatnonzero(~dataset.is_test)
+        return tuple((rows[train], rows[test]) for train, test in _assigned(kind, training, settings, rng))
+    pairs = _from_file(dataset, settings, rng)
+    for client, pair in enumerate(pairs):
+        indices = np.concatenate(pair)
+        if (central := indices[dataset.is_test[indices]]).size:
+            raise SettingsError(
+                f"partition-file = {settings.partition_file!r}: client {client} has sample {central[0]}, which belongs "
+                f"to the test set of {dataset.name}; remove it from the file, or set test-set to 'supplied'"
+            )
+    return pairs
 
 
 def _check(kind: str, dataset: Dataset, settings: DataSettings) -> None:

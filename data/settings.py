@@ -13,6 +13,8 @@ from posy.settings import SettingsError, setting
 
 SITES = "sites"
 """The value of `dataset` for a run whose nodes hold their own data."""
+CENTRAL_SET = "central"
+"""The value of `test-set` that keeps a supplied test set at the server."""
 BY_CLASS = ("dirichlet", "classes", "pathological", "shards")
 """Partitions that assign samples by their classes."""
 WITHOUT_TEST_SET = " | ".join(name for name, published in DATASETS.items() if not published.has_test_set)
@@ -172,10 +174,19 @@ class DataSettings:
         "supplied",
         "use of a test set that comes with the data (`x_test`, a folder or split `test`): `supplied` keeps it for "
         "tests and divides each class among the clients in proportion to their training samples of that class; "
-        "`pooled` merges the test set with the training samples before they are assigned",
-        choices=("supplied", "pooled"),
+        "`pooled` merges the test set with the training samples before they are assigned; `central` keeps it whole at "
+        "the server, and the clients set test samples of their own aside",
+        choices=("supplied", "pooled", CENTRAL_SET),
         needs=f"dataset != sites | {WITHOUT_TEST_SET}",
         earlier="pooled",
+    )
+    central_test_data: str = setting(
+        "",
+        "central test set: a file or folder at the server, in a format of the clients' data, on which the server scores "
+        "its models; if the data in it comes with a test set, only that test set",
+        place=True,
+        resumable=True,
+        synonyms=("test-data", "global-test-data", "central-test-set", "server-test-data"),
     )
     split_column: str = setting(
         "",
@@ -335,9 +346,23 @@ class DataSettings:
     )
 
     def __post_init__(self) -> None:
-        """Check that there are at least two folds."""
+        """Check that there are at least two folds, and that a central test set is unique and has a scale."""
         if self.folds == 1:
             raise SettingsError("folds = 1: set at least 2 folds, or 0 for one test split")
+        central = {
+            "central-test-data": self.central_test_data,
+            "test-set": CENTRAL_SET * (self.test_set == CENTRAL_SET),
+        }
+        texts = [f"{key} = {value!r}" for key, value in central.items() if value]
+        if len(texts) > 1:
+            raise SettingsError(
+                f"{' and '.join(texts)}: a run has one central test set; remove one of the two settings"
+            )
+        if texts and self.scaling == "client":
+            raise SettingsError(
+                f"{texts[0]} cannot be combined with scaling = 'client': a central sample belongs to no client, so no "
+                "scale applies to it; set scaling = 'federation'"
+            )
 
     @property
     def target(self) -> str:

@@ -27,7 +27,7 @@ from posy.data.agreement import (
 )
 from posy.data.columns import Columns, names_in
 from posy.data.dataset import Content, Dataset, bytes_of, make_dataset
-from posy.data.encoding import Categories, encoder_in, table_facts
+from posy.data.encoding import Categories, Encoder, encoder_in, table_facts
 from posy.data.errors import DataError, Note
 from posy.data.labels import label_name, renumbered
 from posy.data.partitions import Partition, finished
@@ -92,7 +92,7 @@ def describe_site(content: Content, settings: DataSettings, policy: Policy, *, m
     classes, rare = _frequent_classes(content, rows, policy)
     value_mean, value_squares = np.empty(0), np.empty(0)
     if open_values(settings) and not masked:
-        y = _targets_in_run(content, names_in("classes", settings.classes)) if settings.classes else content.labels
+        y = targets_in_run(content, names_in("classes", settings.classes)) if settings.classes else content.labels
         count, (value_mean, value_squares) = len(rows), moments(y, rows)
     return Description(
         kind=content.kind,
@@ -126,11 +126,11 @@ def site_numbers(content: Content, settings: DataSettings, policy: Policy) -> li
     _check_rows(content, len(rows), policy)
     mean, squares, table = np.empty(0), np.empty(0), None
     if open_encoder(settings, content.kind):
-        table, mean, squares = table_facts(*_in_columns(content, settings), rows, policy.min_rows)
+        table, mean, squares = table_facts(*_in_order(content, _run_columns(content, settings)), rows, policy.min_rows)
     elif open_statistics(settings, content.kind):
-        mean, squares = channel_moments(_in_columns(content, settings)[0], rows)
+        mean, squares = channel_moments(_in_order(content, _run_columns(content, settings))[0], rows)
     if open_values(settings):
-        values = moments(_targets_in_run(content, names_in("classes", settings.classes)), rows)
+        values = moments(targets_in_run(content, names_in("classes", settings.classes)), rows)
         mean, squares = (np.concatenate(pair) for pair in zip((mean, squares), values, strict=True))
     classes, _ = _frequent_classes(content, rows, policy)
     return numbers_of(None if settings.classes else classes, len(rows), mean, squares, table)
@@ -158,10 +158,10 @@ def load_site(content: Content, settings: DataSettings, policy: Policy) -> tuple
             f"{path}: token {x.max()}; the run's vocabulary allows 0 to {task.vocabulary - 1}", "other-shape"
         )
     elif task.kind in STANDARDISED:
-        x = _encoded(content, settings)
+        x = encoded(content, _run_columns(content, settings), encoder)
         scale = statistics_in(settings, task.input_shape[-1])
     has_classes = task.target == CLASSES
-    y = _numbers_in_run(content, task.class_names) if has_classes else _targets_in_run(content, task.class_names)
+    y = numbers_in_run(content, task.class_names) if has_classes else targets_in_run(content, task.class_names)
     part, split_notes = _partition(content, settings, policy)
     columns, notes = content.columns, (*content.notes, *split_notes)
     if scale is not None:
@@ -288,28 +288,43 @@ def _far_notes(
 
 def check_suits(content: Content, settings: DataSettings) -> None:
     """Raise :class:`DataError` if the kind, columns or shape of the data differ from the settings."""
-    if settings.sample_kind not in ("auto", content.kind):
-        raise DataError(
-            f"{content.path}: {content.kind} samples; the run's sample-kind is {settings.sample_kind}",
-            "other-kind",
-        )
-    if content.target != settings.target:
-        raise DataError(
-            f"{content.path}: its labels are {content.target}; the task of the run needs {settings.target}",
-            "wrong-target",
-        )
-    if content.columns and settings.feature_names:
-        names = names_in("feature-names", settings.feature_names)
-        if mismatch := difference(content.columns, names):
-            raise DataError(
-                f"{content.path}: its columns are not the run's feature-names ({mismatch})", "other-columns"
-            )
+    kind = content.kind if settings.sample_kind == "auto" else settings.sample_kind
+    names = names_in("feature-names", settings.feature_names) if settings.feature_names else ()
+    check_content(content, kind, settings.target, names)
     if not settings.input_shape:
         return
-    shape, expected = _shape(content, settings), shape_in(settings, content.kind)
-    if encoder := encoder_in(settings.encoder):
-        expected = (len(encoder.inputs),)
-    if shape != expected:
+    encoder = encoder_in(settings.encoder)
+    expected = (len(encoder.inputs),) if encoder else shape_in(settings, content.kind)
+    if content.kind != "text":
+        check_sample_shape(content, expected)
+
+
+def check_content(content: Content, kind: str, target: str, names: tuple[str, ...]) -> None:
+    """Raise :class:`DataError` if the kind, target or columns of the data differ from the run's.
+
+    Parameters
+    ----------
+    content : Content
+        The data.
+    kind, target : str
+        The run's kind of samples, as in :class:`Content`, and its target.
+    names : tuple of str
+        The names of the run's columns, or an empty tuple if they have no names.
+    """
+    if content.kind != kind:
+        raise DataError(f"{content.path}: {content.kind} samples; the run's sample-kind is {kind}", "other-kind")
+    if content.target != target:
+        raise DataError(
+            f"{content.path}: its labels are {content.target}; the task of the run needs {target}",
+            "wrong-target",
+        )
+    if content.columns and names and (mismatch := difference(content.columns, names)):
+        raise DataError(f"{content.path}: its columns are not the run's feature-names ({mismatch})", "other-columns")
+
+
+def check_sample_shape(content: Content, expected: tuple[int, ...]) -> None:
+    """Raise :class:`DataError` if a sample's shape, as in the setting ``input-shape``, differs from the run's."""
+    if (shape := _sample_shape(content)) != expected:
         raise DataError(
             f"{content.path}: samples of shape {shape_text(shape)}; the run's input-shape is {shape_text(expected)}",
             "other-shape",
@@ -329,7 +344,11 @@ def fingerprint(dataset: Dataset, part: Partition) -> str:
 def _shape(content: Content, settings: DataSettings) -> tuple[int, ...]:
     if content.kind == "text":
         return shape_in(settings, "text") if settings.input_shape else (MAX_LENGTH,)
-    shape = content.x.shape[1:]
+    return _sample_shape(content)
+
+
+def _sample_shape(content: Content) -> tuple[int, ...]:
+    shape: tuple[int, ...] = content.x.shape[1:]
     return (shape[2], *shape[:2]) if TASK_KINDS[content.kind] == "image" else shape
 
 
@@ -354,7 +373,7 @@ def _partition(content: Content, settings: DataSettings, policy: Policy) -> tupl
     return part, notes
 
 
-def _numbers_in_run(content: Content, names: tuple[str, ...]) -> np.ndarray:
+def numbers_in_run(content: Content, names: tuple[str, ...]) -> np.ndarray:
     """Return a site's labels as indices of the run's classes, ``(N,)`` int64."""
     (y, site_names), classes = content.distinct, set(names)
     if unknown := [number for number, name in enumerate(site_names) if name not in classes]:
@@ -367,7 +386,7 @@ def _numbers_in_run(content: Content, names: tuple[str, ...]) -> np.ndarray:
     return renumbered(y, site_names, names)
 
 
-def _targets_in_run(content: Content, names: tuple[str, ...]) -> np.ndarray:
+def targets_in_run(content: Content, names: tuple[str, ...]) -> np.ndarray:
     """Return a site's labels or values ``(N, C)`` in the order of the run's names."""
     if mismatch := difference(content.class_names, names):
         raise DataError(
@@ -377,28 +396,38 @@ def _targets_in_run(content: Content, names: tuple[str, ...]) -> np.ndarray:
     return y
 
 
-def _in_columns(content: Content, settings: DataSettings) -> tuple[np.ndarray, Categories]:
-    """Return a site's features and their categories in the run's column order."""
-    x: np.ndarray = content.x
-    if x.ndim > 2:
-        return x, ()
+def _run_columns(content: Content, settings: DataSettings) -> tuple[str, ...]:
+    """Return the names of the run's columns in order, or an empty tuple if they have no names."""
+    if content.x.ndim > 2:
+        return ()
     encoder = encoder_in(settings.encoder)
-    names = encoder.inputs if encoder else columns_in(settings, x.shape[1])
+    return encoder.inputs if encoder else columns_in(settings, content.x.shape[1])
+
+
+def _in_order(content: Content, names: tuple[str, ...]) -> tuple[np.ndarray, Categories]:
+    """Return features and their categories in the order of the run's columns ``names``, which may be empty."""
+    x: np.ndarray = content.x
     if not names or content.columns in ((), names):
         return x, content.categories
     order = [content.columns.index(name) for name in names]
     return x[:, order], tuple(content.categories[index] for index in order) if content.categories else ()
 
 
-def _encoded(content: Content, settings: DataSettings) -> np.ndarray:
-    """Return a site's features in the run's column order, encoded if the run has an encoder."""
-    x, categories = _in_columns(content, settings)
-    if encoder := encoder_in(settings.encoder):
+def encoded(content: Content, names: tuple[str, ...], encoder: Encoder | None) -> np.ndarray:
+    """Return features in the order of the run's columns ``names``, encoded if the run has an encoder.
+
+    Raises
+    ------
+    DataError
+        If the data has categories or missing values that the run does not encode.
+    """
+    x, categories = _in_order(content, names)
+    if encoder:
         return as_features(encoder.encode(x, categories, str(content.path)), str(content.path))[0]
     if categories or np.isnan(x).any():
         raise DataError(
-            f"{content.path}: it has categories or missing values, but the run has no encoder; remove feature-mean and "
-            "feature-std from the settings of the run, and set missing=impute",
+            f"{content.path}: it has categories or missing values, but the run has no encoder; set missing=impute, and "
+            "remove feature-mean and feature-std from the settings of the run if they are set",
             "no-encoder",
         )
     return x

@@ -36,8 +36,13 @@ def tokenise(
 
 def tokens_of(text: str, length: int, words: Sequence[str]) -> np.ndarray:
     """Return the tokens ``(L,)`` of a text for a vocabulary returned by :func:`tokenise`."""
-    tokens: np.ndarray = _padded([_words(text)], length, _numbers(words))[0]
+    tokens: np.ndarray = all_tokens_of([text], length, words)[0]
     return tokens
+
+
+def all_tokens_of(texts: Iterable[str], length: int, words: Sequence[str]) -> np.ndarray:
+    """Return the tokens ``(N, L)`` of N texts for a vocabulary returned by :func:`tokenise`."""
+    return _padded([_words(text) for text in texts], length, _numbers(words))
 
 
 def hashed(texts: Iterable[str], length: int, vocabulary: int) -> np.ndarray:

@@ -16,10 +16,12 @@ from posy.client_app.privacy import check_network, check_privacy
 from posy.client_app.registry import client_class
 from posy.client_app.state import MemoryStore
 from posy.client_app.workspace import Workspace, workspace_for
+from posy.data.central import check_readable
 from posy.data.errors import DataError
 from posy.data.settings import SITES
 from posy.flower import ErrorsOnOneLine, in_simulation
 from posy.metrics import VALUES
+from posy.server_app.central import central_test_of
 from posy.server_app.checkpoints import resumption
 from posy.server_app.delivery import PollingGrid
 from posy.server_app.federation import Federation
@@ -155,6 +157,7 @@ def _run(
     changed = stored.check(settings) if stored else {}
     check_privacy(settings)
     find(settings.run.track)  # reports a missing tracker before the run begins
+    check_readable(settings.data)
     if grid is None:
         grid = InProcessGrid(settings.data.num_clients)
     waves = wave_grid(grid, settings, status)
@@ -162,6 +165,7 @@ def _run(
     if settings.data.dataset == SITES:
         settings = federation.agree()
     workspace = checked_workspace(settings, in_this_process=isinstance(grid, InProcessGrid))
+    central = central_test_of(workspace)
     strategy = make_strategy(settings, workspace)
     with ExitStack() as stack:
         resumed = None
@@ -174,7 +178,7 @@ def _run(
         if workspace.of_sites:
             check_site_names(settings, federation)
         strategy.exchange.refresh = federation.refresh
-        recorder = Recorder(settings, strategy, workspace, federation, resumed, status)
+        recorder = Recorder(settings, strategy, workspace, federation, resumed, status, central)
         stack.callback(recorder.directory.release)
         begun(recorder.directory.path)
         if isinstance(waves, PollingGrid):

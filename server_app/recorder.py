@@ -16,9 +16,11 @@ from flwr.app import ArrayRecord, MetricRecord
 from flwr.common.logger import log
 
 from posy.client_app.workspace import Workspace
+from posy.data.central import CentralTest
 from posy.data.partitions import small_clients
 from posy.extensions import key_prefix
 from posy.metrics import column_of
+from posy.server_app.central import CentralScores
 from posy.server_app.checkpoints import ARRAYS, Checkpoint, Checkpoints, Resumption, data_digests
 from posy.server_app.federation import Federation
 from posy.server_app.memory import Memory
@@ -66,6 +68,7 @@ class Recorder:
         federation: Federation,
         resumption: Resumption | None = None,
         status: RunStatus | None = None,
+        central: CentralTest | None = None,
     ) -> None:
         self.status = status or RunStatus()
         self.settings = settings
@@ -102,6 +105,9 @@ class Recorder:
         self._server_state: dict[str, npt.NDArray[np.generic]] | None = None
         self._versions: dict[int, str] = {}
         self.system: SystemAccuracy | None = None
+        self._central_scores = CentralScores(central, strategy, workspace, self.directory.models) if central else None
+        self.central: dict[str, Any] = {}
+        """The scores on the central test set after the last round; empty without a central test set."""
         self.pooled: dict[str, Any] = {}
         """The scores over all test samples (:func:`pooled_scores`); empty if the predictions stay on the nodes."""
         self.notices: list[str] = []
@@ -150,6 +156,7 @@ class Recorder:
             self.system = system_accuracy(self.settings, self.strategy, self.workspace, self.directory)
         if status == "completed":
             self._score_all_samples()
+            self.central = self._central_scores.of_last_round() if self._central_scores else {}
         self._pictures.draw(self.totals, self.system, final=True)
         self._write_summary(status)
 
@@ -201,6 +208,7 @@ class Recorder:
         if self.totals.runs_out_of_patience(server_round, run, self.settings.method.point, metric):
             self._end_after(server_round + 1)
         system = self._system_accuracy_of(server_round)
+        central = self._central_scores.of_round() if evaluated and self._central_scores else {}
         counts, self.federation.grid.counts = self.federation.grid.counts, Counter()
         self.totals.delivery += counts
         rows = {client: self.totals.clients[client] for client in self.totals.last_round}
@@ -217,6 +225,7 @@ class Recorder:
                 "dropped": [{"client": client, "reason": reason} for client, reason in record.dropped],
                 **{name: clients for name in LIMITED if (clients := getattr(record, name))},
                 **({} if system is None else {"system_accuracy": system}),
+                **({"central": central} if central else {}),
                 **{name.replace("-", "_"): count for name, count in counts.items()},
                 **self.privacy.round_row(),
                 **record.quantities,
@@ -343,6 +352,7 @@ class Recorder:
                 **self._system_summary(),
                 **self.totals.early_stop(settings.run.patience, settings.method.point, self.columns.metric),
                 **({"pooled": self.pooled} if self.pooled else {}),
+                **({"central": self.central} if self.central else {}),
                 **({"notices": self.notices} if self.notices else {}),
                 **({"client-scores": NOT_AVAILABLE} if settings.run.secure_aggregation else {}),
                 **self.privacy.summary(),

@@ -23,6 +23,9 @@ from posy.storage import load_arrays
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.settings import MethodSettings, Settings
 
+ON_NODES = "the clients' models stay on their nodes"
+"""Why the server has no models of clients on other machines."""
+
 
 class SystemAccuracy(NamedTuple):
     """The accuracy of the federation as a whole."""
@@ -48,17 +51,11 @@ def system_accuracy(
     if setting == "off" or (setting == "auto" and not routes):
         return None
     paths = {c: directory.models / f"client-{c}.safetensors" for c in strategy.members}
-    reason = ""
-    if settings.run.secure_aggregation:
-        reason = "with secure-aggregation the clients keep their models and test samples"
-    elif workspace.of_sites:
-        reason = "the sites keep their test samples"
-    elif settings.data.scaling == "client":
+    reason = models_withheld(settings, workspace)
+    if not reason and settings.data.scaling == "client":
         reason = "with scaling = client a query would need the scale of its client"
-    elif not settings.run.save_models:
-        reason = "it needs save-models = true"
-    elif not any(path.exists() for path in paths.values()):
-        reason = "the clients' models stay on their nodes"
+    if not reason and not any(path.exists() for path in paths.values()):
+        reason = ON_NODES
     if reason:
         log(WARNING, "system accuracy is not available: %s", reason)
         return None
@@ -78,6 +75,15 @@ def system_accuracy(
     )
     winners = majority_vote((output.argmax(-1).cpu().numpy() for output in outputs), workspace.task.num_classes)
     return SystemAccuracy(float((winners == y.cpu().numpy()).mean()))
+
+
+def models_withheld(settings: Settings, workspace: Workspace) -> str:
+    """Return why the clients store no models for the server, or an empty string if they may store them."""
+    if settings.run.secure_aggregation:
+        return "with secure-aggregation the clients keep their models and test samples"
+    if workspace.of_sites:
+        return "the sites keep their models and test samples"
+    return "" if settings.run.save_models else "it needs save-models = true"
 
 
 def routed_accuracy(
@@ -148,8 +154,13 @@ def stored_probabilities(
 ) -> Tensor:
     """Return the class probabilities ``(n, C)`` of samples, given the arrays of a stored model."""
     predictor = Predictor.from_arrays(arrays, architecture, workspace.settings.method)
+    return outputs_of(workspace, predictor, Samples(x, y)).exp()
+
+
+def outputs_of(workspace: Workspace, predictor: Predictor, samples: Samples) -> Tensor:
+    """Return a predictor's outputs ``(n, C)`` for samples on the device, as :meth:`Predictor.combine` returns them."""
     outputs = []
     for member in predictor.members:
         work = Forward(member.parameters.to(workspace.device))
-        outputs.append(workspace.trainer.forward(work, workspace.network(member.architecture), Samples(x, y)))
-    return predictor.combine(outputs).exp()
+        outputs.append(workspace.trainer.forward(work, workspace.network(member.architecture), samples))
+    return predictor.combine(outputs)

@@ -1,0 +1,171 @@
+"""Scores of the models that the server has on its central test set. They select neither a round nor a setting."""
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from logging import WARNING
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.common.logger import log
+
+from posy.bootstrap import intervals
+from posy.client_app.hooks import ClientHooks
+from posy.client_app.predictors import Member, Predictor, predictions_of
+from posy.client_app.registry import client_class
+from posy.client_app.training.batches import Samples
+from posy.client_app.workspace import Workspace
+from posy.data.central import CentralTest, central_test
+from posy.metrics import metrics_for
+from posy.models.parameters import FloatArray
+from posy.randomness import numpy_generator
+from posy.scores import Predictions, values_of
+from posy.server_app.system import ON_NODES, models_withheld, outputs_of
+from posy.spread import spread
+from posy.storage import load_arrays, read_metadata
+from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.columns import POINTS
+
+MEASURES = ("mean", "std", "min", "max", "clients")
+"""The entries of :class:`posy.spread.Spread` that a summary contains for each metric on the central test set."""
+Models = Iterable[tuple[Predictor, int]]
+"""Models, each with the number of clients that use it."""
+
+
+def central_test_of(workspace: Workspace) -> CentralTest | None:
+    """Return the central test set of a run, or None without one; see :func:`posy.data.central.central_test`."""
+    settings = workspace.settings
+    return central_test(settings.data, None if workspace.of_sites else workspace.dataset, settings.run.seed)
+
+
+class CentralScores:
+    """Scores models on the central test set.
+
+    Parameters
+    ----------
+    test : CentralTest
+        The central test set.
+    strategy : PersonalisedStrategy
+        The strategy, which serves the models.
+    workspace : Workspace
+        The server's workspace.
+    models : Path
+        The folder with the clients' models, if the clients share a file system with the server.
+    """
+
+    def __init__(self, test: CentralTest, strategy: PersonalisedStrategy, workspace: Workspace, models: Path) -> None:
+        self.test = test
+        self.strategy = strategy
+        self.workspace = workspace
+        self.models = models
+        task = workspace.task
+        self._names = [metric.name for metric in metrics_for(task.target, task.num_classes)]
+
+    def of_round(self) -> dict[str, float]:
+        """Return the metrics of the served model, keyed by name, or an empty mapping unless all clients share it."""
+        served = served_models(self.strategy)
+        if served is None or len(served) != 1:
+            return {}
+        predictions = self._predictions(served[0][0])
+        return {} if predictions is None else values_of(predictions, self._names)
+
+    def of_last_round(self) -> dict[str, Any]:
+        """Return the entry for the summary, with the metrics of the served and the local models.
+
+        Each metric has its mean, standard deviation, minimum and maximum over the clients' models. If all clients share
+        one model, each metric also has a bootstrap interval over the samples. The log states the reason if the models by
+        which the method is scored are not available.
+        """
+        number = self.strategy.record.number
+        entry: dict[str, Any] = {"samples": len(self.test.y), "round": number}
+        withheld = self._withheld
+        stored = {} if withheld else stored_models(self.models, self.strategy.members, number)
+        served = served_models(self.strategy)
+        for point in POINTS:
+            models: Models = ((self._load(path), 1) for path in stored.get(point, ()))
+            scores = self._scores(served if point == "served" and served is not None else models)
+            if scores:
+                entry[point] = scores
+            elif point == self.strategy.method.point:
+                log(WARNING, "the %s models have no scores on the central test set: %s", point, withheld or ON_NODES)
+        return entry
+
+    def _scores(self, models: Models) -> dict[str, Any]:
+        """Return the number of models, and the spread of each metric over the clients that use them."""
+        values: list[dict[str, float]] = []
+        count, last = 0, None
+        for predictor, clients in models:
+            if (predictions := self._predictions(predictor)) is not None:
+                count, last = count + 1, predictions
+                values += [values_of(predictions, self._names)] * clients
+        if last is None:
+            return {}
+        scores: dict[str, Any] = {"models": count, "metrics": {}}
+        for name in self._names:
+            defined = [each[name] for each in values if name in each]
+            if over_clients := spread(defined, [1.0] * len(defined)):
+                scores["metrics"][name] = {key: value for key, value in over_clients.items() if key in MEASURES}
+        if count == 1:
+            rng = numpy_generator(self.workspace.settings.run.seed, "central-bootstrap")
+            scores["intervals"] = intervals(last, list(scores["metrics"]), rng)
+        return scores
+
+    def _predictions(self, predictor: Predictor) -> Predictions | None:
+        """Return a model's predictions for the central test set, or None if its outputs contain NaN."""
+        outputs = outputs_of(self.workspace, predictor, self._samples)
+        if bool(torch.isnan(outputs).any()):
+            log(WARNING, "round %s: a model's outputs on the central test set contain NaN", self.strategy.record.number)
+            return None
+        return predictions_of(outputs, self.test.y, self.workspace.task, self.workspace.settings.run)
+
+    def _load(self, path: Path) -> Predictor:
+        arrays: dict[str, FloatArray] = load_arrays(path)
+        return Predictor.from_arrays(arrays, self.strategy.architecture, self.strategy.method)
+
+    @cached_property
+    def _samples(self) -> Samples:
+        return Samples(*(tensor.to(self.workspace.device) for tensor in self.test))
+
+    @property
+    def _withheld(self) -> str:
+        """Why the clients store no models for the server, or an empty string."""
+        settings = self.workspace.settings
+        if settings.train.withholds_scores:
+            return f"dp-scores = {settings.train.dp_scores!r} withholds the scores of the clients' models"
+        return models_withheld(settings, self.workspace)
+
+
+def served_models(strategy: PersonalisedStrategy) -> list[tuple[Predictor, int]] | None:
+    """Return the different served models, each with its number of clients.
+
+    The result is None if only the clients have the complete models, because a part of each stays on its client, or
+    because clients compute them from the arrays that they receive.
+    """
+    client, method = client_class(strategy.settings.run.method), strategy.method
+    hooks = (ClientHooks.served_model, ClientHooks.assembled)
+    if (client.served_model, client.assembled) != hooks or "model" not in method.sent:
+        return None
+    arrays = [strategy.serve(member)["model"] for member in strategy.members]
+    if strategy.shared.size < strategy.size or any(array.shape != (strategy.size,) for array in arrays):
+        return None
+    groups: dict[int, list[FloatArray]] = {}  # keyed by identity: clients of one model receive the same array
+    for array in arrays:
+        groups.setdefault(id(array), []).append(array)
+    models = []
+    for served, *others in groups.values():
+        parameters = np.empty(strategy.size, np.float32)
+        strategy.shared.put(parameters, served)
+        models.append((Predictor([Member(torch.from_numpy(parameters), strategy.architecture)]), 1 + len(others)))
+    return models
+
+
+def stored_models(folder: Path, clients: Sequence[int], server_round: int) -> dict[str, list[Path]]:
+    """Return the files of the models that clients stored in a round, keyed by evaluation point."""
+    files: dict[str, dict[int, Path]] = {point: {} for point in POINTS}
+    for client in clients:
+        for name in ("client", "served"):
+            path = folder / f"{name}-{client}.safetensors"
+            if path.is_file() and (metadata := read_metadata(path))["round"] == str(server_round):
+                files[metadata["point"]][client] = path
+    return {point: list(paths.values()) for point, paths in files.items()}
