@@ -35,7 +35,7 @@ from posy.report.comparison import (
     ranks,
     scores_by_block,
 )
-from posy.server_app.progress import coverage, duration, members_of, metric_in, size
+from posy.server_app.progress import central_scores, coverage, duration, members_of, metric_in, size
 from posy.server_app.resume import RAN_ON, StoredRun, read_summary
 from posy.settings import COMMAND_LINE, Scalar, SettingsError, quoted, set_in
 from posy.signals import interruptible
@@ -87,6 +87,7 @@ LEGEND = (
     "diverged, and the mean covers only these seeds."
 )
 
+CENTRAL_LEGEND = "`central`: on the central test set, mean over the models by which the method is scored."
 FOLDS_LEGEND = (
     "With folds, each fold of a seed is one run: `seeds` counts runs, and deviations are over seeds and folds."
 )
@@ -573,7 +574,8 @@ def aggregate(results: Mapping[Cell, Mapping[str, Any]]) -> pd.DataFrame:
         weighted = f"{point}-weighted"
         columns |= {weighted: (weighted, average), f"{weighted}-seeds-std": (weighted, _std)}
         columns[f"{point}-round"] = (f"{point}-round", average)
-    columns |= {"system": ("system", average), "system-seeds-std": ("system", _std)}
+    for name in ("system", "central"):
+        columns |= {name: (name, average), f"{name}-seeds-std": (name, _std)}
     columns |= {key: (key, average) for key in ("seconds", "bytes-up", "bytes-down")} | {"dropped": ("dropped", "sum")}
     runs = pd.DataFrame([_figures(cell, summary) for cell, summary in results.items()])
     return runs.groupby(["variant", "method"], sort=False).agg(**columns).reset_index() if results else runs
@@ -590,7 +592,8 @@ def markdown(
     has_best_round = len(table) and table[["served-best", "local-best"]].notna().any(axis=None)
     points = [point for point in POINTS if not point.endswith("upper-bound" if has_best_round else "best")]
     header = ["method", "seeds", *(point.replace("-", " ") for point in points), "served weighted", "local weighted"]
-    header += ["system", "time", "up", "down", "dropped"]
+    has_central = bool(len(table) and table["central"].notna().any())
+    header += ["system", *["central"] * has_central, "time", "up", "down", "dropped"]
     parts = [f"# {plan.title}"]
     if plan.overrides:
         parts.append(f"With `{as_words(plan.overrides)}` from the command line.")
@@ -609,12 +612,14 @@ def markdown(
                 weighted = _score(row, f"{point}-weighted", metric)
                 cells.append(weighted + (_covered(row, point) if weighted else ""))
             cells.append(_score(row, "system", METRICS["accuracy"]))
+            cells += [_score(row, "central", metric)] * has_central
             cells += [duration(row["seconds"]), size(row["bytes-up"]), size(row["bytes-down"]), str(row["dropped"])]
             lines.append(cells)
         parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines))
     if any(cell.fold for cell in plan.cells):
         parts.append(FOLDS_LEGEND)
     parts.append(LEGEND.format(metric=capitalised(metric.title) + " in %" * metric.in_percent))
+    parts += [CENTRAL_LEGEND] * has_central
     parts += [f"Machine: {line}." for line in machines(results)]
     if failures:
         parts.append("\n".join(["Missing:", "", *(f"- {name}: {reason}" for name, reason in failures.items())]))
@@ -716,6 +721,9 @@ def _figures(cell: Cell, summary: Mapping[str, Any]) -> dict[str, Any]:
     figures = {"variant": cell.variant, "method": cell.row, "dropped": sum(summary["dropped"].values())}
     figures |= {key: summary[key] for key in ("seconds", "bytes-up", "bytes-down")}
     figures |= {"system": summary["system-accuracy"], "members": members_of(summary)}
+    central = central_scores(summary)
+    metric = metric_in(summary).name
+    figures["central"] = central[1]["metrics"].get(metric, {}).get("mean") if central else None
     for point in POINTS:
         model, _, round_name = point.partition("-")
         spread = last_round(summary, model) if round_name == "last" else summary[model][round_name] or {}

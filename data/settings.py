@@ -182,8 +182,8 @@ class DataSettings:
     )
     central_test_data: str = setting(
         "",
-        "central test set: a file or folder at the server, in a format of the clients' data, on which the server scores "
-        "its models; if the data in it comes with a test set, only that test set",
+        "central test set: a file or folder at the server, in a format of the clients' data, on which the server "
+        "scores the models that it has; if the file comes with a test set, only this test set is used",
         place=True,
         resumable=True,
         synonyms=("test-data", "global-test-data", "central-test-set", "server-test-data"),
@@ -349,15 +349,10 @@ class DataSettings:
         """Check that there are at least two folds, and that a central test set is unique and has a scale."""
         if self.folds == 1:
             raise SettingsError("folds = 1: set at least 2 folds, or 0 for one test split")
-        central = {
-            "central-test-data": self.central_test_data,
-            "test-set": CENTRAL_SET * (self.test_set == CENTRAL_SET),
-        }
-        texts = [f"{key} = {value!r}" for key, value in central.items() if value]
+        texts = [f"central-test-data = {self.central_test_data!r}"] if self.central_test_data else []
+        texts += [f"test-set = {CENTRAL_SET!r}"] if self.test_set == CENTRAL_SET else []
         if len(texts) > 1:
-            raise SettingsError(
-                f"{' and '.join(texts)}: a run has one central test set; remove one of the two settings"
-            )
+            raise SettingsError(f"{' and '.join(texts)}: a run has one central test set; remove one of the settings")
         if texts and self.scaling == "client":
             raise SettingsError(
                 f"{texts[0]} cannot be combined with scaling = 'client': a central sample belongs to no client, so no "

@@ -56,6 +56,7 @@ def page(paths: Iterable[Path]) -> str:
         "Settings that differ": _settings(groups),
         "Over the rounds": _curves(groups),
         "Scores": _scores(groups),
+        "Central test set": _central(groups),
         "Comparison": _comparison(groups),
         "Clients": _clients(groups),
         "Quantities of the methods": _quantities(groups),
@@ -122,6 +123,10 @@ def _curves(groups: Sequence[Group]) -> Markup:
         figures.append(_figure("Training loss" if key == "train_loss" else f"Loss, {AT[key[:-5]]}", "mean", curves))
     curves = {group.series: group.curve("system_accuracy") for group in groups}
     figures.append(_figure("System accuracy", "pooled test samples", curves, percent=True))
+    for metric, scored in _by_metric(groups).items():
+        curves = {group.series: group.curve("central", metric.name) for group in scored}
+        title = f"{capitalised(metric.title)} on the central test set"
+        figures.append(_figure(title, "served model", curves, percent=metric.in_percent))
     has_several_seeds = any(len(group.runs) > 1 for group in groups)
     note = "Lines show means over the seeds, and bands show their standard deviations." if has_several_seeds else ""
     return _PARTS.legend(groups) + _PARTS.soft(note) + _PARTS.charts(figures)
@@ -169,6 +174,24 @@ def _spreads(run: Recorded, point: str) -> list[list[str]]:
             spread = [*(text(figures[of]) for of in ("std", *columns)), jain]
         rows.setdefault(at, [text(figures["mean"]), *spread, covered])
     return [[*row, f"{at}: {', '.join(names[at])}"] for at, row in rows.items()]
+
+
+def _central(groups: Sequence[Group]) -> Markup:
+    """Return a table with the metric of each run on its central test set."""
+    rows = []
+    for group, run in _each(groups):
+        for point in POINTS:
+            scores = run.summary.get("central", {}).get(point, {})
+            if not (spread := scores.get("metrics", {}).get(run.metric.name)):
+                continue
+            ends = scores.get("intervals", {}).get(run.metric.name)
+            interval = f"{run.metric.number(ends[0])} to {run.metric.format(ends[1])}" if ends else ""
+            figures = [run.metric.format(spread[of]) for of in ("mean", "std", "min", "max")]
+            counts = [str(scores["models"]), str(run.summary["central"]["samples"])]
+            facts = (run.path.name, run.metric.title, point, *figures, interval, *counts)
+            rows.append([_PARTS.key(group.series), *facts])
+    columns = ["", "folder", "metric", "model", "mean", "std", "min", "max", "95 % interval", "models", "samples"]
+    return _PARTS.table(columns, rows, numbers=columns[4:]) if rows else Markup("")
 
 
 def _comparison(groups: Sequence[Group]) -> Markup:

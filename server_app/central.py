@@ -24,8 +24,10 @@ from posy.scores import Predictions, values_of
 from posy.server_app.system import ON_NODES, models_withheld, outputs_of
 from posy.spread import spread
 from posy.storage import load_arrays, read_metadata
+from posy.strategies import schedule
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.columns import POINTS
+from posy.strategies.run_settings import metric_of
 
 MEASURES = ("mean", "std", "min", "max", "clients")
 """The entries of :class:`posy.spread.Spread` that a summary contains for each metric on the central test set."""
@@ -60,27 +62,33 @@ class CentralScores:
         self.workspace = workspace
         self.models = models
         task = workspace.task
+        self._metric = metric_of(workspace.settings.run, task.target, task.num_classes).name
         self._names = [metric.name for metric in metrics_for(task.target, task.num_classes)]
 
-    def of_round(self) -> dict[str, float]:
-        """Return the metrics of the served model, keyed by name, or an empty mapping unless all clients share it."""
+    def of_round(self, server_round: int) -> dict[str, float]:
+        """Return metrics of the served model, keyed by name, or an empty mapping unless all clients share the model.
+
+        The result contains the run's metric or, if the evaluation reports all metrics on the test splits, all metrics.
+        """
+        settings = self.strategy.settings
+        reports_all = schedule.reports_all_metrics(settings, server_round)
+        names = self._names if reports_all else [self._metric]
         served = served_models(self.strategy)
         if served is None or len(served) != 1:
             return {}
         predictions = self._predictions(served[0][0])
-        return {} if predictions is None else values_of(predictions, self._names)
+        return {} if predictions is None else values_of(predictions, names)
 
-    def of_last_round(self) -> dict[str, Any]:
+    def of_last_round(self, server_round: int) -> dict[str, Any]:
         """Return the entry for the summary, with the metrics of the served and the local models.
 
         Each metric has its mean, standard deviation, minimum and maximum over the clients' models. If all clients share
-        one model, each metric also has a bootstrap interval over the samples. The log states the reason if the models by
-        which the method is scored are not available.
+        one model, each metric also has a bootstrap interval over the samples. The log states the reason if the models
+        by which the method is scored are not available.
         """
-        number = self.strategy.record.number
-        entry: dict[str, Any] = {"samples": len(self.test.y), "round": number}
+        entry: dict[str, Any] = {"samples": len(self.test.y), "round": server_round}
         withheld = self._withheld
-        stored = {} if withheld else stored_models(self.models, self.strategy.members, number)
+        stored = {} if withheld else stored_models(self.models, self.strategy.members, server_round)
         served = served_models(self.strategy)
         for point in POINTS:
             models: Models = ((self._load(path), 1) for path in stored.get(point, ()))
@@ -103,9 +111,8 @@ class CentralScores:
             return {}
         scores: dict[str, Any] = {"models": count, "metrics": {}}
         for name in self._names:
-            defined = [each[name] for each in values if name in each]
-            if over_clients := spread(defined, [1.0] * len(defined)):
-                scores["metrics"][name] = {key: value for key, value in over_clients.items() if key in MEASURES}
+            if defined := [each[name] for each in values if name in each]:
+                scores["metrics"][name] = central_spread(defined)
         if count == 1:
             rng = numpy_generator(self.workspace.settings.run.seed, "central-bootstrap")
             scores["intervals"] = intervals(last, list(scores["metrics"]), rng)
@@ -115,7 +122,7 @@ class CentralScores:
         """Return a model's predictions for the central test set, or None if its outputs contain NaN."""
         outputs = outputs_of(self.workspace, predictor, self._samples)
         if bool(torch.isnan(outputs).any()):
-            log(WARNING, "round %s: a model's outputs on the central test set contain NaN", self.strategy.record.number)
+            log(WARNING, "a model has no scores on the central test set: its outputs contain NaN")
             return None
         return predictions_of(outputs, self.test.y, self.workspace.task, self.workspace.settings.run)
 
@@ -134,6 +141,13 @@ class CentralScores:
         if settings.train.withholds_scores:
             return f"dp-scores = {settings.train.dp_scores!r} withholds the scores of the clients' models"
         return models_withheld(settings, self.workspace)
+
+
+def central_spread(values: Sequence[float]) -> dict[str, Any]:
+    """Return the mean, standard deviation, minimum, maximum and number of values, of which there is at least one."""
+    over_clients = spread(values, [1.0] * len(values))
+    assert over_clients is not None
+    return {key: value for key, value in over_clients.items() if key in MEASURES}
 
 
 def served_models(strategy: PersonalisedStrategy) -> list[tuple[Predictor, int]] | None:

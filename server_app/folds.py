@@ -4,7 +4,7 @@ import shutil
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from logging import INFO
@@ -17,6 +17,7 @@ from posy.extensions import key_prefix
 from posy.metrics import column_of
 from posy.paths import absolute
 from posy.scores import values_of
+from posy.server_app.central import central_spread
 from posy.server_app.pooled_scores import majority_notice, pooled_scores, read_clients
 from posy.server_app.progress import results_table
 from posy.server_app.record import Record
@@ -103,6 +104,7 @@ class CrossValidation:
             "system-accuracy": None,
             "folds": settings.data.folds,
             "runs": [_fold_entry(fold, each) for fold, each in finished.items()],
+            **_central_over_folds([each["central"] for each in finished.values() if "central" in each]),
             **{point: {"last": None, "best": None, "upper-bound": None} for point in POINTS},
         }
         for each in finished.values():
@@ -165,6 +167,23 @@ def _fold_entry(fold: int, summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return a fold's entry in the summary, with the mean score of its last round at each evaluation point."""
     means = {point: (summary[point]["last"] or {}).get("mean") for point in POINTS}
     return {"fold": fold, "rounds": summary["rounds"], **means}
+
+
+def _central_over_folds(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the summary's entry for the central test set, with the spread of each metric over the folds' means."""
+    if not entries:
+        return {}
+    central: dict[str, Any] = {"samples": entries[0]["samples"], "round": max(each["round"] for each in entries)}
+    for point in POINTS:
+        scores = [each[point] for each in entries if point in each]
+        names = dict.fromkeys(name for each in scores for name in each["metrics"])
+        metrics = {}
+        for name in names:
+            means = [each["metrics"][name]["mean"] for each in scores if name in each["metrics"]]
+            metrics[name] = central_spread(means)
+        if scores:
+            central[point] = {"models": sum(each["models"] for each in scores), "metrics": metrics}
+    return {"central": central}
 
 
 def _over_sums(summary: Mapping[str, Any]) -> dict[str, Any]:

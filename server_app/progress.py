@@ -90,12 +90,13 @@ class Progress:
         notes = [f"{clients - missing} of {clients} clients"] if missing else []
         notes += [f"{self._dropped} dropped"] if self._dropped else []
         served, local, loss = ((row[column] or {}).get("mean") for column in (*self._columns.values(), "train_loss"))
+        central = row.get("central", {}).get(self._metric.name)
         partial = {
             point: f" ({number} of {clients})"
             for point, column in self._columns.items()
             if (number := (row[column] or {}).get("clients", clients)) < clients - missing
         }
-        self.update(row["round"], served, local, loss, "  ".join(notes), partial)
+        self.update(row["round"], served, local, loss, "  ".join(notes), partial, central)
 
     def update(
         self,
@@ -105,6 +106,7 @@ class Progress:
         loss: float | None = None,
         present: str = "",
         partial: Mapping[str, str] | None = None,
+        central: float | None = None,
     ) -> None:
         """Show a finished round; if a metric is missing, repeat its last value and name that value's round.
 
@@ -120,9 +122,12 @@ class Progress:
             A note about missing clients and dropped replies.
         partial : mapping of str to str, optional
             Remarks about the number of clients that a metric covers, keyed by ``served`` or ``local``.
+        central : float, optional
+            The metric of the served model on the central test set.
         """
         self._ends.append((server_round, self._clock()))
-        texts = {"served": self._metric.format(served), "local": self._metric.format(local)}
+        values = {"served": served, "local": local, "central": central}
+        texts = {name: self._metric.format(value) for name, value in values.items()}
         texts["loss"] = "" if loss is None else f"{loss:.4f}"
         remarks = partial or {}
         self._latest |= {name: (server_round, text + remarks.get(name, "")) for name, text in texts.items() if text}
@@ -199,6 +204,7 @@ def results_table(summary: Mapping[str, Any], path: Path) -> str:
             rows.append([f"{point} model, newcomers", *cells])
     notes = {
         "system accuracy": _percent(summary["system-accuracy"]),
+        "central test set": _central_note(summary, metric),
         "clients": _clients(summary),
         "scores of clients": summary.get("client-scores", ""),
         "privacy": guarantee(summary["privacy"]) if "privacy" in summary else "",
@@ -218,7 +224,7 @@ def results_table(summary: Mapping[str, Any], path: Path) -> str:
     title = f"{summary['method']} on {summary['dataset']}: {summary['status']} after {rounds}"
     lines = as_lines(laid_out("", (metric.title, *figures), rows, right=figures))
     warnings = [f"warning: {text}" for text in summary.get("notices", ())]
-    return "\n".join([title, *lines, *_metrics_table(summary), *_aligned(notes), *warnings])
+    return "\n".join([title, *lines, *_metrics_table(summary), *_central_table(summary), *_aligned(notes), *warnings])
 
 
 def _metrics_table(summary: Mapping[str, Any]) -> list[str]:
@@ -242,6 +248,53 @@ def _metrics_table(summary: Mapping[str, Any]) -> list[str]:
         rows.append([metric.title, *cells, str(over_clients["clients"]), metric.format(value), interval])
     columns = ("mean ± std", "worst", "best", "clients", "all samples", "95 % interval")
     return as_lines(laid_out("", (f"{point} model", *columns), rows, right=columns)) if rows else []
+
+
+def central_scores(summary: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
+    """Return the evaluation point and the scores of a run on its central test set, or None if it has no such scores.
+
+    The point is the point by which the method is scored or, if its models are not available, the other point.
+    """
+    central, point = summary.get("central", {}), summary.get("point", "served")
+    return next(((at, central[at]) for at in (point, "served", "local") if at in central), None)
+
+
+def _central_note(summary: Mapping[str, Any], metric: Metric) -> str:
+    """Return the metric of a run on its central test set, such as ``81.20 % (served model), 500 samples``."""
+    if not (scored := central_scores(summary)):
+        return ""
+    point, scores = scored
+    value = _on_central(scores, metric) or "not defined"
+    models = "model" if "intervals" in scores else "models"
+    return f"{value} ({point} {models}), {summary['central']['samples']} samples"
+
+
+def _on_central(scores: Mapping[str, Any], metric: Metric) -> str:
+    """Return the score of a single model, or the mean and the standard deviation over the clients' models."""
+    over_clients = scores["metrics"].get(metric.name)
+    if over_clients is None or "intervals" in scores:
+        return metric.format(over_clients and over_clients["mean"])
+    return f"{metric.number(over_clients['mean'])} ± {metric.format(over_clients['std'])}"
+
+
+def _central_table(summary: Mapping[str, Any]) -> list[str]:
+    """Return lines with all metrics on the central test set."""
+    if not (scored := central_scores(summary)):
+        return []
+    point, scores = scored
+    single = "intervals" in scores
+    rows = []
+    for name, over_clients in scores["metrics"].items():
+        metric = METRICS[name]
+        if single:
+            ends = scores["intervals"].get(name)
+            cells = [f"{metric.number(ends[0])} to {metric.format(ends[1])}" if ends else ""]
+        else:
+            ordered = ("max", "min") if metric.lower_is_better else ("min", "max")
+            cells = [*(metric.format(over_clients[end]) for end in ordered), str(over_clients["clients"])]
+        rows.append([metric.title, _on_central(scores, metric), *cells])
+    columns = ("score", "95 % interval") if single else ("mean ± std", "worst", "best", "clients")
+    return as_lines(laid_out("", (f"{point} model, central test set", *columns), rows, right=columns))
 
 
 def metric_in(summary: Mapping[str, Any]) -> Metric:

@@ -156,7 +156,7 @@ class Recorder:
             self.system = system_accuracy(self.settings, self.strategy, self.workspace, self.directory)
         if status == "completed":
             self._score_all_samples()
-            self.central = self._central_scores.of_last_round() if self._central_scores else {}
+            self.central = self._central_scores.of_last_round(self.rounds) if self._central_scores else {}
         self._pictures.draw(self.totals, self.system, final=True)
         self._write_summary(status)
 
@@ -208,7 +208,7 @@ class Recorder:
         if self.totals.runs_out_of_patience(server_round, run, self.settings.method.point, metric):
             self._end_after(server_round + 1)
         system = self._system_accuracy_of(server_round)
-        central = self._central_scores.of_round() if evaluated and self._central_scores else {}
+        central = self._central_scores.of_round(server_round) if evaluated and self._central_scores else {}
         counts, self.federation.grid.counts = self.federation.grid.counts, Counter()
         self.totals.delivery += counts
         rows = {client: self.totals.clients[client] for client in self.totals.last_round}
