@@ -159,7 +159,7 @@ def _training_samples(dataset: Dataset, is_test: np.ndarray) -> Dataset:
     """Return the data set with the labels and groups of its training samples alone."""
     rows = np.flatnonzero(~is_test)
     arrays = {name: getattr(dataset, name) for name in ("groups", "split_groups")}
-    groups = {name: None if array is None else array[rows] for name, array in arrays.items()}
+    groups: dict[str, Any] = {name: None if a is None else a[rows] for name, a in arrays.items()}
     # Keep all of x, because the partition rules use only labels and groups.
     return replace(dataset, y=dataset.y[rows], is_test=None, **groups)
 
