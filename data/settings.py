@@ -175,7 +175,7 @@ class DataSettings:
         "use of a test set that comes with the data (`x_test`, a folder or split `test`): `supplied` keeps it for "
         "tests and divides each class among the clients in proportion to their training samples of that class; "
         "`pooled` merges the test set with the training samples before they are assigned; `central` keeps it whole at "
-        "the server, and the clients set test samples of their own aside",
+        "the server, and each client sets some of its training samples aside",
         choices=("supplied", "pooled", CENTRAL_SET),
         needs=f"dataset != sites | {WITHOUT_TEST_SET}",
         earlier="pooled",

@@ -167,10 +167,10 @@ def served_models(strategy: PersonalisedStrategy) -> list[tuple[Predictor, int]]
     for array in arrays:
         groups.setdefault(id(array), []).append(array)
     models = []
-    for served, *others in groups.values():
+    for same in groups.values():
         parameters = np.empty(strategy.size, np.float32)
-        strategy.shared.put(parameters, served)
-        models.append((Predictor([Member(torch.from_numpy(parameters), strategy.architecture)]), 1 + len(others)))
+        strategy.shared.put(parameters, same[0])
+        models.append((Predictor([Member(torch.from_numpy(parameters), strategy.architecture)]), len(same)))
     return models
 
 

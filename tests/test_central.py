@@ -167,8 +167,8 @@ def test_regression_and_multi_label() -> None:
         "average-precision": reference.average_precision_score(labels[350:], p),
         "accuracy": reference.accuracy_score(labels[350:], p >= 0.5),
     }
-    found = means(central, "served")
-    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+    scores = means(central, "served")
+    assert {name: scores[name] for name in expected} == pytest.approx(expected, rel=1e-6)
 
 
 def write_rows(path: str, rows: list[dict[str, Any]], columns: list[str], sign: str) -> None:
@@ -203,9 +203,9 @@ def test_raw_table_with_other_columns_order_and_an_unseen_category() -> None:
     y = np.array([int(row["num"] > 0) for row in rows])
     p = probabilities(posy.load("a").predictor(0), [{k: row[k] for k in ("age", "pain")} for row in rows])
     expected = binary_scores(y, p)
-    found = means(central, "served")
-    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
-    assert found["auroc"] > 0.7
+    scores = means(central, "served")
+    assert {name: scores[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    assert scores["auroc"] > 0.7
 
 
 # -- samples -----------------------------------------------------------------------------------------------
@@ -355,8 +355,8 @@ def test_the_server_of_a_federation_of_sites_scores_the_models_that_it_serves(
         return
     model = posy.load(folder / "state-0").predictor("site-0", "served")
     expected = binary_scores(y, probabilities(model, inputs))
-    found = means(central, "served")
-    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    scores = means(central, "served")
+    assert {name: scores[name] for name in expected} == pytest.approx(expected, rel=1e-5)
 
 
 # -- errors ------------------------------------------------------------------------------------------------

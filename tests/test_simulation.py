@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from recorded import assert_same_results, models_of, rounds_of, summary_of
@@ -86,7 +87,12 @@ if __name__ == "__main__":
 
 
 def settings(folder: Path, method: str, name: str, **more: Any) -> dict[str, Any]:
+    """Return the settings of a run in a folder, with a central test set in this folder."""
+    folder.mkdir(exist_ok=True)
+    images = np.random.default_rng(3).integers(0, 256, (40, 8, 8), np.uint8)
+    np.savez(folder / "central.npz", x_train=images, y_train=np.arange(40) % 10)
     config = {
+        "central-test-data": str(folder / "central.npz"),
         "method": method,
         "num-clients": CLIENTS,
         "num-server-rounds": 2,
@@ -164,6 +170,7 @@ def test_ray_and_one_process_give_the_same_models(method: str, simulated: Path, 
     run_in_process(settings(tmp_path, method, method))
     points = 2 if settings_class(method).point == "served" else 1
     assert len(models_of(simulated / method)) == points * CLIENTS + 1
+    assert summary_of(simulated / method)["central"]["served"]["models"] == CLIENTS
     assert_same_results(simulated / method, tmp_path / method)
 
 
