@@ -104,7 +104,7 @@ def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
     if settings.test_set == "pooled" and kind != "given" and (dataset.is_test is None or not dataset.is_test.any()):
         log(WARNING, "test-set = 'pooled' has no effect: %s comes without a test set; remove test-set", dataset.name)
     if settings.test_set == CENTRAL_SET:
-        pairs = _beside_central(kind, dataset, settings, rng)
+        pairs = _without_central(kind, dataset, settings, rng)
     elif is_test is None or not is_test.any():
         _check(kind, dataset, settings)
         pairs = _assigned(kind, dataset, settings, rng)
@@ -164,7 +164,7 @@ def _training_samples(dataset: Dataset, is_test: np.ndarray) -> Dataset:
     return replace(dataset, y=dataset.y[rows], is_test=None, **groups)
 
 
-def _beside_central(kind: str, dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Indices:
+def _without_central(kind: str, dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Indices:
     """Return each client's (train, test) indices, which exclude the supplied test set: it stays at the server."""
     if dataset.given is not None:
         raise SettingsError(

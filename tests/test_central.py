@@ -227,7 +227,7 @@ def test_central_test_set_stays_whole_and_clients_set_their_own_test_samples_asi
 
 
 def test_patients_of_a_central_test_set_keep_the_groups_of_the_clients() -> None:
-    """The groups of the training rows, rather than those of all rows, divide the clients' samples."""
+    """The groups of the training rows divide the clients' samples."""
     patients = np.arange(40) // 4
     is_test = np.isin(patients, (0, 5))
     lines = ["import numpy as np", "", "", "def data():", "    n = np.arange(40)"]
