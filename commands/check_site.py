@@ -42,7 +42,7 @@ DEFAULT_TRAINING = TrainSettings()
 FAR = 10.0
 """Number of standard deviations from the mean beyond which Posy reports a feature's values as unusual."""
 SHOWN = 20
-"""Maximum number of lines of a list that Posy prints."""
+"""Maximum number of lines that Posy prints for a list."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class Report:
     """Facts and warnings about a site's data."""
 
     facts: dict[str, str]
-    """Facts by name. Posy does not print empty strings."""
+    """Facts, keyed by name. Posy does not print facts that are empty strings."""
     classes: dict[str, tuple[int, int]]
-    """Numbers of training and test samples at the site, by class."""
+    """Number of training samples and of test samples at the site, keyed by class."""
     features: list[tuple[str, str, str, str]]
     """Unusual features: name or number of the column, smallest value, largest value, and reason."""
     statistics: list[tuple[str, str, str]]
@@ -101,7 +101,7 @@ def check_site(
         "data": str(path),
         "kind": content.kind,
         "shape": site_settings.input_shape,
-        "samples": f"{train + test + validation}: {train} for training, {test} for the test"
+        "samples": f"{train + test + validation}: {train} for training, {test} for testing"
         + (f", {validation} for validation" if validation else ""),
         "values": f"{x.min().item():.6g} to {x.max().item():.6g}" if isinstance(x, np.ndarray) else "",
         "missing classes": ", ".join(missing_classes[:SHOWN]) + _rest(missing_classes),
@@ -150,7 +150,7 @@ def show(report: Report, console: Console | None = None) -> None:
 
 
 def _completed(settings: DataSettings, description: Description, labels: tuple[str, ...]) -> DataSettings:
-    """Complete the empty settings as in a run with only this site, and return all settings."""
+    """Fill in the empty settings as in a run with only this site, and return all settings."""
     # A run needs at least two classes, but one site may have samples of only one class.
     is_single = len(labels) < 2 and settings.target == CLASSES
     names = [*labels, "another class"] if is_single else labels

@@ -32,11 +32,11 @@ from posy.strategies.registry import declared, groups, merge_experiment, parse_w
 from posy.yaml12 import dump
 
 UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
-"""``UsageError`` of click, or of the copy of click that newer versions of Typer contain."""
+"""click's ``UsageError``, or the ``UsageError`` of the copy of click that newer versions of Typer include."""
 USAGE_ERROR = 2
 """Exit status for an invalid command or setting."""
 
-typer.core.HAS_RICH = False  # use plain help, because Typer would escape brackets with rich (`\\[default: 1]`)
+typer.core.HAS_RICH = False  # plain help, because Typer escapes brackets in rich help (`\\[default: 1]`)
 app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
@@ -113,7 +113,7 @@ def run(
 ) -> int:
     """Run an experiment, on this machine or on a federation.
 
-    EXPERIMENT is a file of settings: a path, or a name in papers/*/settings/. Settings on the command line (key=value)
+    EXPERIMENT is a settings file: its path, or its name in papers/*/settings/. Settings on the command line (key=value)
     override the file. By default, Posy runs FedFew on scikit-learn's digits.
 
     Without --superlink, all clients run in this process. With --superlink, Posy submits the run to a federation and
@@ -145,7 +145,8 @@ def table(
         int, typer.Option("-j", "--jobs", min=1, metavar="N", help="Number of parallel runs.")
     ] = os.cpu_count() or 1,
     output: Annotated[
-        str | None, typer.Option("-o", "--output", metavar="DIR", help="Directory for results; overrides the file's.")
+        str | None,
+        typer.Option("-o", "--output", metavar="DIR", help="Directory for the results; overrides `output` in FILE."),
     ] = None,
     only_print: Annotated[
         bool, typer.Option("--only-print", help="Print the table of the finished runs, without starting new runs.")
@@ -157,8 +158,8 @@ def table(
 ) -> int:
     """Run a grid of experiments and tabulate the results.
 
-    FILE is a table in YAML (see benchmarks/tables/). Settings on the command line (key=value) override the file.
-    Each combination of row, variant and seed runs in a separate process. Posy skips finished runs.
+    FILE describes the table in YAML (see benchmarks/tables/). Settings on the command line (key=value) override the
+    file. Each combination of row, variant and seed runs in a separate process. Posy skips finished runs.
     """
     from posy.commands.table import read_plan, run_table  # noqa: PLC0415 - imports pandas and the methods
 
@@ -188,7 +189,7 @@ def tune(
 ) -> int:
     """Tune all rows of a table with the same number of trials.
 
-    FILE is a table, as for `posy table`. Posy tunes the learning rate and every setting for which the method declares a
+    FILE is the same as for `posy table`. Posy tunes the learning rate and every setting for which the method declares a
     search range (`posy settings` lists the ranges). It scores trials on the clients' validation splits, never on test
     data, and skips finished trials. The output is a table with the best settings.
     """
@@ -210,7 +211,7 @@ def tune(
 @app.command(
     epilog="""\b
 examples:
-  posy paper                                          the papers and the verdicts on their claims
+  posy paper                                          the papers and the outcomes of their claims
   posy paper fedfew                                   redraw docs/papers/fedfew.md from the finished runs
   posy paper fedfew table1 --scale small              run a table, then redraw the page
   posy paper fedfew table1 --scale small --seeds 5    add seeds, for claims within the noise

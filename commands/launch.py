@@ -126,5 +126,5 @@ def _print_how_to_resume(outcome: str, run: Path | None) -> None:
 
 
 def _output_folder(run: Path) -> list[str]:
-    """Return the setting that names the folder of a run, unless it is the default."""
+    """Return the setting for the folder that contains a run, or an empty list for the default folder."""
     return [] if run.parent == Path(RunSettings.output_dir).absolute() else [f"output-dir={run.parent}"]

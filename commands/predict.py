@@ -168,7 +168,7 @@ def _values(
     separator: str,
     settings: DataSettings,
 ) -> Iterator[list[Any]]:
-    """Yield the values of each row: numbers, and strings in columns of categories; None denotes a missing value."""
+    """Yield the values of each row: numbers, or strings in categorical columns; None denotes a missing value."""
     encoder = preprocessing.encoder
     categorical = encoder.categorical if encoder else ()
     numbers = {name: column for name, column in cells.items() if name not in categorical}
@@ -186,7 +186,7 @@ def _values(
 
 
 def _shares(shares: Mapping[str, float]) -> str:
-    """Format the largest shares with their names, without shares that round to 0.0 %."""
+    """Format the largest shares with their names, and omit shares that round to 0.0 %."""
     ranked = sorted(shares.items(), key=lambda item: -item[1])
     texts = [f"{name} {100 * share:.1f} %" for name, share in ranked if share >= SMALLEST]
     return ", ".join(texts[:MOST]) + ", …" * (len(texts) > MOST)

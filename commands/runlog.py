@@ -44,7 +44,7 @@ class RunLog:
         self.results = ""
         """Directory of the results; empty until the log names it."""
         self.rounds = 0
-        """Number of the last finished round in the log; 0 before the first round ends, and after the last one ends."""
+        """Number of the last finished round in the log; 0 before the first round ends and after the last round ends."""
         self.reason = ""
         """Reason for the failure of the run, if the log has an error message for the user; otherwise empty."""
         self._verbose = verbose
@@ -86,7 +86,7 @@ class RunLog:
         """Record the round, results directory or reason in a line; return whether the line explains a failure."""
         if match := _ROUND.match(plain):
             self.rounds = int(match[1]) if match[1] != match[2] else 0
-        elif match := _BEGUN.search(plain):  # in a long run, only some rounds print a line when they end
+        elif match := _BEGUN.search(plain):  # in a long run, only some rounds have a line in the log
             self.rounds = int(match[1]) - 1
         if not self.results and (match := _RESULTS.search(plain)):
             self.results = match[1].strip()

@@ -66,7 +66,7 @@ PARTS: dict[str, type] = {
     "seeds": list,
 }
 """Keys of a table file, with the types of their values."""
-DIVERGED = "it diverged, so the mean over the other seeds is too favourable"
+DIVERGED = "it diverged, so the mean over the other seeds would be too favourable"
 """Reason for excluding a diverged run from all means."""
 ALL = "all"
 """Value of ``runs`` in a table with one row per method."""
@@ -79,12 +79,12 @@ LEGEND = (
     "{metric}: mean over the clients, averaged over the seeds, ± the standard deviation over the seeds (with n - 1). "
     "The number in brackets is the standard deviation over the clients. `served`: the model that a client receives. "
     "`local`: the model after local training. `last`: last round. `best`: best round on the validation splits. `upper"
-    " bound`: best round on the test splits; do not report it. `weighted`: mean weighted by the numbers of training "
+    " bound`: best round on the test splits; do not report it. `weighted`: mean weighted by the number of training "
     "samples, in the last round. `system`: accuracy of the whole federation on the pooled test sets. `6 of 60 "
     "clients`: the figure covers 6 of the 60 clients of all seeds, because only the clients that train in a round "
     "have a local model. `time`: wall-clock time of one run, while other runs use the machine. `dropped`: number of "
-    "unused replies over all seeds. `2 of 3!`: only 2 of 3 seeds have the figure, for example because a model "
-    "diverged, and the mean covers only these seeds."
+    "unused replies over all seeds. `2 of 3!`: the figure is available for only 2 of 3 seeds, for example because a "
+    "model diverged, and the mean covers only these seeds."
 )
 
 CENTRAL_LEGEND = "`central`: on the central test set, mean over the models by which the method is scored."
@@ -160,7 +160,7 @@ class Cell:
 
     @property
     def resume_settings(self) -> dict[str, Scalar] | None:
-        """The settings that resume an interrupted run from its checkpoint; None without a checkpoint."""
+        """The settings that resume an interrupted run from its checkpoint; None if there is no checkpoint."""
         if not self.config.get("checkpoint-every") or read_summary(self.path).get("status") in ENDED:
             return None
         config = dict(self.config)
@@ -195,10 +195,10 @@ class Plan:
 
 
 class Running(Protocol):
-    """A running cell, in a process on this machine or on another one."""
+    """A running cell, in a process on this machine or another machine."""
 
     def poll(self) -> int | None:
-        """Return the exit status, or None while the cell runs."""
+        """Return the exit status, or None if the cell is still running."""
 
     def terminate(self) -> None:
         """Ask the run to stop."""
@@ -279,7 +279,7 @@ def locked_output(output: Path) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout:
         raise SettingsError(
-            f"another `posy table`, `posy tune` or `posy paper` uses {output}; wait until it exits"
+            f"another `posy table`, `posy tune` or `posy paper` is using {output}; wait until it exits"
         ) from None
     try:
         yield
@@ -300,8 +300,9 @@ def read_plan(file: Path, overrides: Mapping[str, Scalar] | None = None, output:
     ``settings`` and ``variants``, which maps names of variants to settings. ``runs: all``, or an entry ``all``, creates
     one row per method. Each entry of ``variants`` has a ``name`` and ``settings``.
 
-    A row's settings override a variant's settings, which override the common settings. A row's settings in a variant
-    override all three. The settings ``overrides`` from the command line override the file, and so does ``output``.
+    A variant's settings override the common settings, and a row's settings override both. A row's settings for one
+    variant override all others. The settings ``overrides`` from the command line override the file, and so does
+    ``output``.
 
     Each group of settings applies to several cells. A cell ignores settings that have no effect in it, such as
     ``dirichlet-alpha`` in a variant with the partition ``classes``. It is an error if a setting has no effect in any
@@ -428,7 +429,7 @@ def _cell_config(
 
 @dataclass
 class Effects:
-    """Settings of a table that have an effect in some cell (``useful``), or have none in some cell (``idle``).
+    """Settings in a table that have an effect (``useful``) or no effect (``idle``) in at least one cell.
 
     Both collections are keyed by source and setting. ``idle`` contains the error messages.
     """
@@ -556,7 +557,7 @@ def stop(processes: Collection[Running]) -> None:
 
 
 def aggregate(results: Mapping[Cell, Mapping[str, Any]]) -> pd.DataFrame:
-    """Average the summaries over the seeds; return one line per variant and row, with accuracies in 0..1.
+    """Average the summaries over the seeds; return one line per variant and row, with accuracies between 0 and 1.
 
     ``X`` is the mean over the seeds, or NaN if no seed has a value. ``X-seeds-std`` is the sample standard deviation
     over the seeds (NaN for one seed). ``X-clients-std`` is the mean over the seeds of the standard deviation over the
@@ -639,7 +640,7 @@ def _check_parts(content: Mapping[str, Any], file: Path) -> None:
 
 
 def as_words(settings: Mapping[str, Scalar]) -> str:
-    """Return settings as ``key=value`` words of a command."""
+    """Return settings as ``key=value`` words for a command."""
     texts = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in settings.items()}
     return shlex.join(f"{key}={text}" for key, text in texts.items())
 
@@ -675,7 +676,7 @@ def _named(entries: Sequence[Any], key: str, file: Path) -> dict[str, dict[str, 
 
 
 def start(cell: Cell, jobs: int = 1) -> WarmProcess:
-    """Start the run of a cell as `posy run FILE` does, with a share of 1 / ``jobs`` of the cores."""
+    """Start the run of a cell as `posy run FILE` does, with 1 / ``jobs`` of the cores."""
     return WarmProcess(run_file, str(prepared(cell)), log=cell.log, cores=max(1, cores() // jobs))
 
 
@@ -750,7 +751,7 @@ def _score(row: Mapping[str, Any], key: str, metric: Metric, *, clients: bool = 
 def _measured(row: Mapping[str, Any], point: str) -> str:
     """Return how many of the finished seeds have a value, or an empty string if all of them do."""
     measured, measured_once = row[f"{point}-measured"], row[f"{point.partition('-')[0]}-upper-bound-measured"]
-    if measured == row["seeds"] or not (measured or measured_once):  # in the second case, it is never evaluated
+    if measured == row["seeds"] or not (measured or measured_once):
         return ""
     return f" {measured} of {row['seeds']}!".removeprefix("" if measured else " ")
 
@@ -762,7 +763,7 @@ def _covered(row: Mapping[str, Any], point: str) -> str:
 
 
 def machines(results: Mapping[Cell, Mapping[str, Any]]) -> list[str]:
-    """Return one line per machine and set of versions, with the day of its last run."""
+    """Return one line for each machine and set of versions, with the date of its last run."""
     days: dict[str, str] = {}
     for cell in results:
         record = read_yaml(cell.path / "config.yaml")

@@ -1,6 +1,6 @@
-"""Start runs in processes that are forked from a server, which has already imported the modules that all runs need.
+"""Start runs in processes forked from a server that has already imported the modules that all runs need.
 
-Without it, these imports would take most of the time of a short run.
+Otherwise, these imports would take most of the time of a short run.
 """
 
 import multiprocessing
@@ -19,7 +19,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 IMPORTED = ["posy.server_app.app", "sklearn.datasets", "flwr_datasets.partitioner"]
 """Modules that the fork server imports once."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""Environment variables that limit numerical libraries to one thread. The libraries read them during import."""
+"""Environment variables that limit numerical libraries to one thread. The libraries read them on import."""
 
 
 class WarmProcess:
@@ -37,7 +37,7 @@ class WarmProcess:
             self._process.start()
 
     def poll(self) -> int | None:
-        """Return the exit status, which is negative after a signal, or None while the process runs."""
+        """Return the exit status, which is negative after a signal, or None if the process is still running."""
         return self._process.exitcode
 
     def terminate(self) -> None:

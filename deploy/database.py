@@ -19,9 +19,9 @@ from sqlalchemy.pool import Pool
 TURN_SECONDS = 60.0
 """Seconds that a writer waits for its turn before its call fails and must be retried."""
 STEP_SECONDS = 2.0
-"""Posy assumes that the wall clock was set if it drifts from the monotonic clock by more than these seconds."""
+"""Posy assumes that the wall clock was set if it drifts from the monotonic clock by more than this many seconds."""
 TROUBLE_SECONDS = 1.0
-"""If writes fail for more than these seconds, heartbeats may be missing. A node pauses for up to 20 s after failed
+"""If writes fail for more than this many seconds, heartbeats may be missing. A node pauses for up to 20 s after failed
 calls, so even a short failure can use up the 30 s within which the node must send a heartbeat."""
 RUN_SECONDS, NODE_SECONDS = 60.0, 30.0
 """Seconds until the extended deadlines of runs and of nodes expire. They are twice the heartbeat intervals."""
@@ -60,7 +60,7 @@ class Turns:
     up its turn. Every INSERT, UPDATE, DELETE or REPLACE is part of a transaction. Python's sqlite3 does not begin a
     transaction for a statement that starts with ``WITH``, so this class does.
 
-    Deadlines are unreliable after a start of the SuperLink, after a clock change, and after failed writes. In these
+    Deadlines are unreliable after the SuperLink starts, after a clock change, and after failed writes. In these
     cases, this class extends the deadlines of all live nodes and runs before the next statement that compares
     deadlines. Flower detects a dead node or run once its extended deadline has passed. If the extension fails, the call
     fails, and its caller retries it.

@@ -35,8 +35,8 @@ from posy.deploy.flower_internals import (
 from posy.deploy.tasks import Bundle, Run
 
 HEARTBEAT_SECONDS = 15
-"""Heartbeat interval in seconds. A node that is silent for twice this time counts as offline, which frees its key for a
-new connection. With Flower's default of 30 s, this would take a minute."""
+"""Heartbeat interval in seconds. A node that is silent for twice this time counts as offline, so its key can be used
+for a new connection. With Flower's default of 30 s, this would take a minute."""
 HEARTBEAT_TIMEOUT = 5.0
 ACTIVATION_SECONDS = 2 * HEARTBEAT_SECONDS + 5.0
 """Seconds for which the node retries with a refused key. After this time, its earlier connection counts as offline."""
@@ -68,7 +68,7 @@ PASSING = (
 
 
 class RunEndedError(Exception):
-    """The run that a call is about has ended, so the SuperLink refuses the call."""
+    """The run that a call refers to has ended, so the SuperLink refuses the call."""
 
 
 class PartError(Exception):
@@ -229,14 +229,14 @@ class Fleet:
     # -- calls ---------------------------------------------------------------------------------------------
 
     def call(self, name: str, /, timeout: float = CALL_SECONDS, **fields: Any) -> Any:
-        """Make a call, retry it after temporary errors, and return the answer; only one retry runs at a time.
+        """Make a call, retry it after temporary errors, and return the response; only one retry runs at a time.
 
         Some networks cut a connection after a certain number of bytes, which would cut off all parallel retries.
 
         Raises
         ------
         RunEndedError
-            If the call is about a run that has ended.
+            If the call refers to a run that has ended.
         grpc.RpcError
             If the SuperLink refuses the call, or the call has failed for too long.
         """
@@ -255,7 +255,7 @@ class Fleet:
             else:
                 self._connected = True
                 return answer
-        raise AssertionError("the pauses have no end")
+        raise AssertionError("the sequence of pauses is infinite")
 
     def _call_once(self, name: str, timeout: float, /, **fields: Any) -> Any:
         path, request, response = fleet_call(name)

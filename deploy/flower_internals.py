@@ -26,7 +26,7 @@ PUBLIC_KEY_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER = "flwr-public-key-bin", "
 TOKEN_HEADER = "flwr-task-token"
 """Header of a ServerApp's calls."""
 MEDIA_TYPE, STREAM_MEDIA_TYPE = "application/protobuf", "application/flower-protobuf-stream"
-"""Media types of a call and of a stream of answers. In a stream, four bytes with its length precede each answer."""
+"""Media types of a call and of a stream of responses. In a stream, a four-byte length precedes each response."""
 KEY_REFUSED, INTERVAL_REFUSED, RUN_ENDED = 2004, 2003, 2007
 """Error codes of a SuperLink that refuses a node's call: the key is unknown or already in use, the heartbeat interval
 is invalid, or the run has ended."""
@@ -67,7 +67,7 @@ def _call(service: Any, name: str) -> Call:
 def app_call(name: str) -> Call:
     """Return a call that a ServerApp makes over HTTP about its messages, by name.
 
-    The requests have the same fields and field numbers as a node's requests. The answers do too, with two exceptions.
+    The requests have the same fields and field numbers as a node's requests. With two exceptions, so do the responses.
     """
     _, request, response = fleet_call(name)
     answers = {"PushMessages": runtime_pb2.PushAppMessagesResponse, "PullMessages": runtime_pb2.PullAppMessagesResponse}
@@ -75,7 +75,7 @@ def app_call(name: str) -> Call:
 
 
 def token_of_task(answer: bytes) -> str:
-    """Return the token in the answer to a request for a task, or an empty string if the answer assigns no task."""
+    """Return the token in the response to a request for a task; empty if the response does not assign a task."""
     return str(runtime_pb2.AcquireTaskResponse.FromString(answer).token)
 
 

@@ -1,4 +1,4 @@
-"""Compares the code that a run brings to a node with the installed Posy of the node."""
+"""Compares a run's code with the Posy that is installed on a node."""
 
 import io
 import os

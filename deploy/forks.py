@@ -217,7 +217,7 @@ class Family:
                     self._show(node)
                     remaining = sum(bool(other.process) for other in self.nodes)
                     how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
-                    self._say(f"node {node.name} {how}; {remaining} of {len(self.nodes)} still run")
+                    self._say(f"node {node.name} {how}; {remaining} of {len(self.nodes)} are still running")
 
     def _signal(self, number: int) -> None:
         for node in self.nodes:
@@ -239,7 +239,7 @@ class Family:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit at once without a clean-up of the loaded modules, which would be slow and sometimes hangs."""
+    """Exit at once without cleaning up the loaded modules, which would be slow and sometimes hangs."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -45,7 +45,7 @@ ASK_SECONDS = 1.0
 SWEEP_SECONDS = 10.0
 """Seconds between sweeps for abandoned messages."""
 START_SECONDS = 300.0
-"""Seconds after which Posy no longer counts a ServerApp that has not reported as starting."""
+"""Seconds after which a ServerApp that has not reported no longer counts as starting."""
 MAX_TOKENS = 1000
 """Maximum number of accepted ServerApps in the cache. If a ServerApp is not in the cache, Flower checks it again."""
 MESSAGE_CALLS = ("PushMessages", "PullMessages", "PushObject", "PullObject", "ConfirmMessageReceived")
@@ -53,7 +53,7 @@ AGAIN = "The database is busy, locked or full; try again."
 
 
 class Runs:
-    """Determines which runs are active from Flower's answers to the call ``GetRun``."""
+    """Determines which runs are active from Flower's responses to ``GetRun`` calls."""
 
     def __init__(self) -> None:
         self.ask: Callable[[Any, None], object] | None = None
@@ -76,7 +76,7 @@ class Runs:
                 raise
             self._seen.pop(run_id, None)
             return code != RUN_ENDED  # with any other code, the node was unregistered in the meantime
-        if changes == self._changes:  # otherwise the answer may be older than the change
+        if changes == self._changes:  # otherwise the response may be older than the change
             self._seen[run_id] = time.monotonic()
         return True
 
@@ -115,7 +115,7 @@ class NodeCalls(grpc.ServerInterceptor):  # type: ignore[misc]
         answer = fleet_call("PullMessages").response()
         return answer if parcel is None else _with_parcels(answer, [parcel])
 
-    # These methods return None if Flower has to answer, for example with the error that the run has ended.
+    # These methods return None if Flower has to respond, for example with the error that the run has ended.
 
     def _pushmessages(self, request: Any, _: Callable[[], Any]) -> Any:
         [envelope], [tree] = request.messages_list, request.message_object_trees
@@ -154,7 +154,7 @@ class NodeCalls(grpc.ServerInterceptor):  # type: ignore[misc]
 class AskAgain(grpc.ServerInterceptor):  # type: ignore[misc]
     """Answers a node's failed call with UNAVAILABLE if it may succeed later, so that the node retries it.
 
-    A call may also fail because a clock was set, so that the SuperLink rejects the call's timestamp. Flower's answer
+    A call may also fail because a clock was set, so that the SuperLink rejects the call's timestamp. Flower's response
     would make the node terminate. Except for a node's first call, the interceptor therefore answers UNAVAILABLE.
     """
 
@@ -271,7 +271,7 @@ class AppCalls:
             self._tokens[token] = run_id
 
     def _answer(self, name: str, run_id: int, request: Any) -> Any:
-        """Return the answer to a call about a run's messages, or None if Flower has to answer."""
+        """Return the response to a call about a run's messages, or None if Flower has to respond."""
         if not self._runs.is_active(run_id):
             return None
         if name == "PushMessages":
@@ -351,7 +351,7 @@ class AppCalls:
         await _pass_on(messages, send)
 
     async def _flower(self, scope: Scope, body: bytes, path: str = "") -> list[Message]:
-        """Return Flower's answer to a request; if ``path`` is set, send the request to this path instead."""
+        """Return Flower's response to a request; if ``path`` is set, send the request to this path instead."""
         messages: list[Message] = []
 
         async def receive() -> Message:
@@ -404,12 +404,12 @@ def first_line(error: Exception) -> str:
 
 
 def push_object(queue: MessageQueue, run_id: int, request: Any) -> Any:
-    """Store an object of a message, and return the answer."""
+    """Store an object of a message, and return the response."""
     return fleet_call("PushObject").response(stored=queue.store(run_id, request.object_id, request.object_content))
 
 
 def pull_object(queue: MessageQueue, run_id: int, request: Any) -> Any:
-    """Return an answer with an object of a message, or None if no message in transit needs the object."""
+    """Return a response with an object of a message, or None if no message in transit needs the object."""
     content = queue.find(run_id, request.object_id)
     if content is None:
         return None
@@ -417,7 +417,7 @@ def pull_object(queue: MessageQueue, run_id: int, request: Any) -> Any:
 
 
 def confirm(queue: MessageQueue, run_id: int, request: Any) -> Any:
-    """Record that a message was received, and return the answer, or None if the message is not in transit."""
+    """Record that a message was received, and return the response, or None if the message is not in transit."""
     in_transit = queue.confirm(run_id, request.message_object_id)
     return fleet_call("ConfirmMessageReceived").response() if in_transit else None
 

@@ -1,8 +1,8 @@
 """Installs a run's code atomically.
 
 Flower copies the code to a folder file by file, and treats the code as installed as soon as the folder exists. If two
-runs with the same code start together, the second run may therefore fail because a file is missing. A run that starts
-after an interrupted copy fails too.
+runs with the same code start at the same time, the second run may therefore fail because a file is missing. A run that
+starts after an interrupted copy fails too.
 """
 
 import hashlib

@@ -6,7 +6,8 @@ lost when the SuperLink terminates, and the ServerApp then sends them again. Run
 
 The queue delivers a message or reply only when all its objects have arrived. Otherwise, the receiver would wait for the
 missing objects, and a waiting ServerApp would not request other replies. A receiver confirms a message when it has all
-objects of the message. If it requests messages again before it has confirmed a message, the queue redelivers it.
+objects of the message. If it requests messages again before it has confirmed a message, the queue redelivers that
+message.
 """
 
 import hashlib
@@ -31,7 +32,7 @@ HOLD_SECONDS = 1.0
 GATHER_SECONDS = 0.05
 """Maximum number of seconds for which a ServerApp's request waits for further replies, to save requests."""
 HELD_NODES, HELD_SERVERS = 500, 16
-"""Maximum numbers of waiting requests from nodes and from ServerApps. Flower serves nodes with 1,000 threads, and
+"""Maximum number of waiting requests from nodes, and from ServerApps. Flower serves nodes with 1,000 threads, and
 ServerApps with 40."""
 ARRIVAL_SECONDS = 180.0
 """Seconds without a new object after which an incomplete message is dropped."""
@@ -157,7 +158,7 @@ class Depot:
 
 
 class Places:
-    """The places for waiting requests: at most one per node, and a limited number in total."""
+    """The slots for waiting requests: at most one per node, and a limited number in total."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -165,7 +166,7 @@ class Places:
         self._free = {True: HELD_SERVERS, False: HELD_NODES}
 
     def enter(self, replies: bool, node: int) -> bool:
-        """Reserve a place for a request, and return whether it may wait; for a ServerApp, ``node`` is 0."""
+        """Reserve a slot for a request, and return whether the request may wait; for a ServerApp, ``node`` is 0."""
         with self._lock:
             if node in self._nodes or not self._free[replies]:
                 return False
@@ -174,7 +175,7 @@ class Places:
             return True
 
     def leave(self, replies: bool, node: int) -> None:
-        """Free the place of a request that no longer waits."""
+        """Free the slot of a request that is no longer waiting."""
         with self._lock:
             self._free[replies] += 1
             self._nodes.discard(node)

@@ -55,7 +55,7 @@ KEY, CONFIG = "--auth-supernode-private-key", "--node-config"
 POLL_SECONDS, MAX_POLL_SECONDS = 0.1, 3.0
 """Shortest and longest pause, in seconds, before a node asks for a message again; many nodes may share a SuperLink."""
 POLL_SHARE, EARLY_SHARE = 0.1, 0.5
-"""Lengths of pauses, as fractions of the time between messages and of the expected time until the next message."""
+"""Pauses as fractions of the time between messages, and of the expected time until the next message."""
 GAPS = 4
 """Number of recent waits from which the node predicts the next wait. Each round has two waits."""
 LOOK_SECONDS = 5.0
@@ -96,7 +96,7 @@ class Waits:
 
 
 def pause(waited: float, expected: float) -> float:
-    """Return the seconds that a node waits before its next request, ``waited`` seconds after its last message.
+    """Return how many seconds a node waits before its next request, ``waited`` seconds after its last message.
 
     ``expected`` is the expected number of seconds between messages.
     """
@@ -412,7 +412,7 @@ def main() -> None:
 
 
 def trusted_by(arguments: Sequence[str]) -> dict[str, str] | None:
-    """Return the keys of trusted entities from ``flower-supernode`` arguments, or None if they name no file."""
+    """Return the keys of trusted entities from ``flower-supernode`` arguments, or None if no file is specified."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(TRUSTED_ENTITIES, dest="file", type=Path)
     file = parser.parse_known_args(arguments)[0].file

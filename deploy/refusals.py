@@ -1,4 +1,4 @@
-"""Adds the messages that a node itself answers with an error to the node's audit log."""
+"""Records in a node's audit log the messages that the node itself answers with an error."""
 
 import contextlib
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """An unmodified Flower node: ``python -m posy.deploy.stock`` takes the arguments of ``flower-supernode``.
 
-Flower's node shares no secret with the process that takes its tasks, so any user of the machine can take tasks. Here,
-both processes share a secret. This process becomes the node, and the other process terminates with it.
+Flower's node does not share a secret with the process that takes its tasks, so any user of the machine can take tasks.
+Here, both processes share a secret. This process becomes the node, and the other process terminates with it.
 
 Flower copies a run's code to a folder file by file, and treats the code as installed as soon as the folder exists. If
 nodes on a machine shared ``FLWR_HOME``, one node could import code that another node is still copying. Here, each node

@@ -31,12 +31,14 @@ def read_entities(path: Path) -> dict[str, str]:
     Raises
     ------
     SettingsError
-        If the file cannot be read, names no entity, or contains a value that is not an Ed25519 key in OpenSSH format.
+        If the file cannot be read, is empty, or contains a value that is not an Ed25519 key in OpenSSH format.
         With an empty file, Flower's node would run every app.
     """
     entities = read_yaml(path)
     if not entities:
-        raise SettingsError(f"{path} ({OPTION}) names no entity; add a line `key id: ssh-ed25519 AAAA…` for each")
+        raise SettingsError(
+            f"{path} ({OPTION}) does not name an entity; add a line `key id: ssh-ed25519 AAAA…` for each"
+        )
     for name, text in entities.items():
         try:
             key = load_ssh_public_key(str(text).encode())

@@ -1,4 +1,4 @@
-"""The process that runs a node's tasks, with PyTorch, code and data loaded once.
+"""The process that runs a node's tasks, and loads PyTorch, code and data only once.
 
 :class:`posy.deploy.node.Worker` starts the process with a socket (:mod:`posy.deploy.entries`). The process reports the
 event ``ready``. For each task (:mod:`posy.deploy.tasks`), it then sends a ``reply``, and ``done`` with the state that
@@ -69,18 +69,18 @@ def _listen(connection: socket.socket, tasks: "queue.Queue[tuple[dict[str, Any],
 
 
 class LastAnswer:
-    """The last answer. For a copy of the message, the worker sends this answer instead of running the app again."""
+    """The last reply. For a copy of the message, the worker sends this reply instead of running the app again."""
 
     def __init__(self) -> None:
         self._asked: object = None
         self._content = RecordDict()
 
     def find(self, message: Message) -> Message | None:
-        """Return the stored answer if the message is a copy of the last message, or None if it is not."""
+        """Return the stored reply if the message is a copy of the last message, else None."""
         return Message(self._content, reply_to=message) if self._asked == _asked(message) else None
 
     def keep(self, message: Message, reply: Message) -> None:
-        """Store an answer, unless it is an error or answers a query."""
+        """Store a reply, unless it is an error or the reply to a query."""
         if reply.has_content() and message.metadata.message_type != MessageType.QUERY:
             self._asked, self._content = _asked(message), reply.content
 
@@ -97,7 +97,7 @@ def serve(task: Task, apps: Apps, last: LastAnswer, sessions: Sessions) -> None:
     audit.note(context, submitter=run.submitter, code=bundle.hash)
     try:
         if reply := last.find(message):
-            log(INFO, "this message is a copy, so the worker sends the stored answer")
+            log(INFO, "this message is a copy, so the worker sends the stored reply")
         else:
             metadata = message.metadata
             log(INFO, "working on a %s message of round %s", metadata.message_type, metadata.group_id)

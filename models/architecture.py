@@ -90,7 +90,7 @@ class Architecture:
         """Two numbers for each fixed tensor w: ||w|| and Σ_j w_j cos(j) / ||w||.
 
         Every process builds the fixed tensors itself, and the server compares the clients' numbers with its own. The
-        numbers differ between different tensors, and hardly depend on a processor's rounding.
+        numbers differ between different tensors, but barely depend on the processor's rounding.
         """
         return list(_fingerprint(self))
 

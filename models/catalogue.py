@@ -38,7 +38,7 @@ class Network:
 
 
 PRETRAINED = "torchvision"
-"""The value of the setting ``weights`` that selects torchvision's weights."""
+"""Value of the setting ``weights`` that selects torchvision's weights."""
 MODELS = {
     "linear": Network("linear model of the flattened input", ("image", "features", "series"), "small:linear_model"),
     "logistic": Network(

@@ -51,7 +51,7 @@ class Dropout(nn.Module):
 
     A feature is zeroed where the random ``numbers`` ``(B, features)``, uniform in [0, 1), are below p. The trainer sets
     ``numbers`` for each batch, so that the mask depends only on the client and its round. Without ``numbers``, or in
-    evaluation, the layer changes nothing.
+    evaluation mode, the layer returns its input unchanged.
     """
 
     numbers: Tensor | None
@@ -118,7 +118,8 @@ def spread_directions(count: int, size: int) -> Tensor:
     """Draw unit vectors ``(count, size)`` from the global generator such that their largest cosine is small.
 
     Up to ``size + 1`` directions are the vertices of a randomly rotated regular simplex, whose cosines are the smallest
-    possible, -1 / (count - 1). More directions are random at first, and repel each other for :data:`STEPS` steps.
+    possible, -1 / (count - 1). Larger sets start from random directions, which repel each other for :data:`STEPS`
+    steps.
     """
     if not 2 <= count <= size + 1:
         directions = F.normalize(torch.randn(count, size))

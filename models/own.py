@@ -18,11 +18,11 @@ from posy.settings import SettingsError, nearest
 TORCHVISION = "torchvision:"
 """Prefix of the names of torchvision's networks."""
 _PROBES = 2
-"""Number of samples in the check of a new network."""
+"""Number of samples that Posy uses to check a new network."""
 
 
 class Described(NamedTuple):
-    """A network and, optionally, the names of the modules that are its layers, in order, and of its head."""
+    """A network, and optionally the names of its head and of the modules that are its layers, in order."""
 
     module: nn.Module
     layers: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ class CustomModel(ChainModel):
         return (*linears, "head")
 
     def layer(self, name: str) -> nn.Module:
-        """Return a layer by its name; tensors that belong to no submodule form a separate layer."""
+        """Return a layer by its name; tensors outside all submodules form a separate layer."""
         if name == "head":
             return self.head
         path = self._paths[name]

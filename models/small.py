@@ -15,12 +15,12 @@ KERNEL = 5
 
 
 def linear_model(task: Task, ranks: Mapping[str, int]) -> ChainModel:
-    """Return a linear model of the flattened input: no blocks, only a head."""
+    """Return a linear model of the flattened input, which consists only of a head."""
     return ChainModel({}, linear(math.prod(task.input_shape), task.num_classes, ranks.get("head")))
 
 
 def logistic_model(task: Task, ranks: Mapping[str, int]) -> ChainModel:
-    """Return logistic regression with one logit, for two classes: no blocks, only a head."""
+    """Return logistic regression with one logit for two classes, which consists only of a head."""
     return ChainModel({}, SingleLogit(math.prod(task.input_shape)))
 
 
@@ -34,7 +34,7 @@ def mlp(task: Task, ranks: Mapping[str, int]) -> ChainModel:
 
 
 def cnn(task: Task, ranks: Mapping[str, int]) -> ChainModel:
-    """Return the 4-layer CNN of FedAvg, cwFedAvg (Appendix C.1) and FedFew: 32 and 64 channels, 512 units."""
+    """Return the 4-layer CNN of FedAvg, cwFedAvg (Appendix C.1) and FedFew, with 32 and 64 channels and 512 units."""
     blocks = {
         "conv1": Convolution(task.input_shape[0], 32, KERNEL),
         "conv2": Convolution(32, 64, KERNEL),
@@ -44,7 +44,7 @@ def cnn(task: Task, ranks: Mapping[str, int]) -> ChainModel:
 
 
 def cnn_3fc(task: Task, ranks: Mapping[str, int]) -> ChainModel:
-    """Return FedRep's network for CIFAR-10: 64 and 64 channels, 120 and 64 units.
+    """Return FedRep's network for CIFAR-10, with two layers of 64 channels and layers of 120 and 64 units.
 
     PPFE's network has two convolutions and three fully connected layers (Appendix A.1) of unstated widths. With PPFE's
     ranks (100, 50, 24) and (80, 40, 16), each capped at the layer's full rank, this network saves 5.97 % and 17.74 % of
@@ -55,7 +55,7 @@ def cnn_3fc(task: Task, ranks: Mapping[str, int]) -> ChainModel:
 
 
 def cnn_3fc_wide(task: Task, ranks: Mapping[str, int]) -> ChainModel:
-    """Return FedRep's network for CIFAR-100: 64 and 128 channels, 256 and 128 units, dropout before the head.
+    """Return FedRep's network for CIFAR-100, with 64 and 128 channels, 256 and 128 units, and dropout before the head.
 
     PPFE uses this network for CIFAR-100: the fractions in Section 6.3.3 refer to its 1,075,044 parameters.
     """

@@ -66,7 +66,7 @@ class MeanEmbedding(nn.Module):
 
 
 class WordVectors(nn.Module):
-    """A vector for each token of a text, zeros for padding."""
+    """Embedding of each token of a text; padding has a zero vector."""
 
     def __init__(self, vocabulary: int, dimension: int) -> None:
         super().__init__()

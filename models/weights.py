@@ -93,18 +93,18 @@ def weights_for(
 
 
 def load_weights(network: ChainModel, weights: Weights, fresh: tuple[str, ...]) -> None:
-    """Load initial weights into a network, matching tensors by name in Posy's network or in the user's module.
+    """Load initial weights into a network, matching tensors by their names in Posy's network or in the user's module.
 
     The layers ``fresh`` keep their random weights, and so does the head if its number of outputs differs from the
-    file's. In a network with fixed tensors, trained tensors that the file lacks (such as adapters) keep their values
-    too. Word vectors become the rows of the network's only embedding. The rows of padding and of words without a vector
-    are zero.
+    file's. If the network has fixed tensors, trained tensors that are missing from the file, such as adapters, also
+    keep their values. Word vectors become the rows of the network's only embedding. The rows for padding and for words
+    without a vector are zero.
 
     Raises
     ------
     SettingsError
-        If the file cannot be read, lacks a tensor, or has a tensor of a different shape or with NaN or infinite
-        numbers, or if word vectors are used for a network without exactly one embedding.
+        If the file cannot be read, a tensor is missing from it, a tensor has a different shape, or a value is not
+        finite. Word vectors are an error unless the network has exactly one embedding.
     """
     source = f"weights = {weights.where!r}"
     if weights.words:
@@ -150,7 +150,7 @@ def _tensors(network: ChainModel, layer: str) -> list[Tensor]:
 
 @lru_cache(maxsize=2)
 def _read(weights: Weights) -> Mapping[str, Tensor]:
-    """Return the tensors of a file, or torchvision's tensors for a network, by name."""
+    """Return the tensors in a file, or torchvision's tensors for a network, keyed by name."""
     try:
         if weights.model:
             from torchvision import models  # noqa: PLC0415 - takes a second

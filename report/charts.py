@@ -32,7 +32,7 @@ VARIABLES |= {INK: "var(--ink)", SOFT: "var(--soft)", RULE: "var(--rule)", PAPER
 """Variables of the style sheet, by colour. The style sheet also defines their values for dark mode."""
 DASHES, MARKERS = ("-", (0, (3, 1.5)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5))), "osD^"
 SMALL, LARGE = (240, 140), (360, 200)
-"""Width and height of a small and of a large chart."""
+"""Width and height of small charts and of large charts."""
 UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 """Powers of ten and their unit prefixes."""
 _MAX_MARKED, _LINE = 12, 12
@@ -202,7 +202,7 @@ def _ticks(low: float, high: float, *, integer: bool = False) -> list[float]:
 
 
 def _number(value: float, _: float | None = None, *, percent: bool = False, digits: int = 4) -> str:
-    """Format a number as a label of an axis or a line."""
+    """Format a number as an axis label or a line label."""
     if percent:
         return f"{100 * value:.{digits}g} %"
     unit, name = next(((u, n) for u, n in UNITS if abs(value) >= u), (1.0, ""))

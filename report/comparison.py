@@ -24,7 +24,7 @@ ALPHA = 0.05
 FEWEST_BLOCKS = 3
 """Minimum number of blocks for a rank test."""
 FULL = 0.9
-"""Minimum number of clients of a ranked row, as a fraction of the clients of the row with the most clients (see
+"""Minimum number of clients in a ranked row, as a fraction of the clients in the row with the most clients (see
 :func:`posy.spread.best`)."""
 
 LEGEND = (
@@ -44,9 +44,9 @@ LEGEND = (
 MOST_PERMUTED = 13
 """Maximum number of differences for which SciPy computes an exact p-value despite ties."""
 MOST_NAMED = 12
-"""Maximum number of clients up to which a table shows each client's score."""
+"""Maximum number of clients for which a table shows each client's score."""
 WORST = -1e300
-"""Goodness of a diverged run. It is finite, so that the run can be ranked."""
+"""Score of a diverged run in the ranking. It is finite, so that the run can be ranked."""
 Repeat = tuple[int, int]
 """A seed and a fold of cross-validation, which is 0 without folds."""
 Scores = Mapping[int, float]
@@ -61,13 +61,13 @@ def client_scores(path: Path, point: str, server_round: int, metric: Metric) -> 
 
 
 class Gain(NamedTuple):
-    """The clients' gain from one method compared with another, in a paired comparison, client by client."""
+    """The mean per-client gain of one method over another, from a paired comparison."""
 
     mean: float
     """Mean difference of the scores, which is positive for a better method."""
     losing: int
     clients: int
-    """Number of clients with a worse score, and number of all clients. Each client counts once per seed."""
+    """Number of clients with a worse score, and total number of clients. Each client counts once per seed."""
     p: float
     """p-value of Wilcoxon's signed-rank test; 1 if all differences are 0."""
 
@@ -104,8 +104,8 @@ def gain(pairs: Sequence[tuple[Scores, Scores]], *, lower_is_better: bool = Fals
 def signed_rank_p(differences: np.ndarray) -> float:
     """Return the two-sided p-value of Wilcoxon's signed-rank test, ignoring differences of 0; 1 if all are 0.
 
-    For few differences, of which some are tied, SciPy takes seconds for the exact p-value. Here, the rank sums of all
-    2^n signs are one product.
+    If some of a few differences are tied, SciPy takes seconds to compute the exact p-value. This function computes the
+    rank sums for all 2^n sign patterns in one matrix product.
     """
     signed = differences[differences != 0]
     if not len(signed):
@@ -171,20 +171,20 @@ def holm(p: Sequence[float]) -> list[float]:
 
 
 def over_same_clients(rows: Mapping[str, Mapping[Repeat, Scores]]) -> dict[str, dict[Repeat, dict[int, float]]]:
-    """Return the scores of the clients that all rows cover, without the rows that cover too few clients.
+    """Drop the rows that cover too few clients, and return the scores of the clients that all other rows cover.
 
     Means over different clients, for example over a cohort and over all clients, are not comparable.
 
     Parameters
     ----------
     rows : mapping
-        Scores of each row by seed and fold, and by client. A fold without scores has no effect.
+        Scores of each row, keyed by seed and fold, and then by client. A fold without scores has no effect.
 
     Returns
     -------
     dict
-        Scores of the rows that, in each seed for which they have scores, cover at least the fraction :data:`FULL` of
-        the number of clients in the fullest row.
+        Scores of the clients that all remaining rows cover. A row is dropped if, in any seed with scores, it covers
+        fewer than :data:`FULL` times as many clients as the largest row.
     """
     measured = {row: {seed: scores for seed, scores in seeds.items() if scores} for row, seeds in rows.items()}
     fullest: dict[Repeat, int] = {}
@@ -301,7 +301,7 @@ class Run(NamedTuple):
 
     @property
     def comparable(self) -> bool:
-        """Whether the scores of single clients are available; secure aggregation hides them."""
+        """Whether the scores of individual clients are available; secure aggregation hides them."""
         return "client-scores" not in self.summary
 
     @property
@@ -439,11 +439,11 @@ def _average_extras(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def scores_by_block(runs: Sequence[Run], diverged: Iterable[tuple[str, int, str]] = ()) -> pd.DataFrame:
-    """Return the goodness of rows in the last round, ``(variants x seeds, rows)``, each row at its method's point.
+    """Return the rows' ranking scores in the last round, ``(variants x seeds, rows)``, each at its method's point.
 
-    The goodness is the mean metric over the clients that all rows cover, with its sign changed if lower values are
-    better. A row that covers too few clients in any variant is dropped. ``diverged`` lists diverged runs as (variant,
-    seed, row), which rank last.
+    The score is the mean metric over the clients that all rows cover, negated if lower values are better. A row that
+    covers too few clients in any variant is dropped. ``diverged`` lists diverged runs as (variant, seed, row), which
+    rank last.
     """
     blocks: dict[tuple[str, int], dict[str, float]] = {}
     for variant, seed, row in diverged:

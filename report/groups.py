@@ -70,7 +70,10 @@ def grouped(runs: Sequence[Recorded]) -> list[Group]:
 
 
 def differences(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the settings with more than one value, and their values. A missing setting is not a different value."""
+    """Return the settings with more than one value, and their values.
+
+    A missing setting does not count as a different value.
+    """
     keys = dict.fromkeys(key for mapping in settings for key in mapping)
     values = {key: [mapping.get(key, NOT_A_SETTING) for mapping in settings] for key in keys}
     return {key: column for key, column in values.items() if len({repr(v) for v in column} - {repr(NOT_A_SETTING)}) > 1}

@@ -205,7 +205,7 @@ def _comparison(groups: Sequence[Group]) -> Markup:
         return _PARTS.paragraph(f"The tests need additional packages ({error}). Run pip install 'posy[compare]'.")
     if not rows and any(run.summary.get("client-scores") for _, run in _each(groups)):
         return _PARTS.paragraph(
-            "Not available: with secure aggregation the server does not know the scores of single clients."
+            "Not available: with secure aggregation the server does not know the scores of individual clients."
         )
     by_name = {group.series.name: group for group in groups}
     lines = []
@@ -227,7 +227,7 @@ def _comparison(groups: Sequence[Group]) -> Markup:
         ]
         paired = [gains[0], losing[0], gains[1], losing[1]]
         lines.append([_PARTS.key(group.series), row["variant"], row["point"], str(seeds), *cells, *paired])
-    columns = ["", "data", "model", "seeds", "mean ± std of the seeds", "best", "worst client", "worst tenth"]
+    columns = ["", "data", "model", "seeds", "mean ± std over the seeds", "best", "worst client", "worst tenth"]
     columns += ["std of the clients", "over Local", "clients that lose", "over FedAvg", "clients that lose"]
     column_numbers = [
         n for n, name in enumerate(columns) if name in ("", "model", "seeds") or any(line[n] for line in lines)

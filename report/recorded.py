@@ -17,7 +17,7 @@ from posy.strategies.replies import LIMITED
 from posy.yaml12 import read_yaml
 
 Points = list[tuple[int, float]]
-"""Rounds and their values, without the rounds that have no value."""
+"""Rounds and their values, omitting rounds without a value."""
 
 
 @dataclass(frozen=True, eq=False)

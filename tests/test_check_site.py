@@ -28,7 +28,7 @@ def test_image_folders_are_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"torn\.png: not an image.*skip-unreadable=true"):
         check_site(NODE | {"data": str(tmp_path)}, OPEN)
     report = check_site(NODE | {"data": str(tmp_path), "name": "here", "skip-unreadable": "true"}, OPEN)
-    samples = "8: 6 for training, 2 for the test"
+    samples = "8: 6 for training, 2 for testing"
     assert [report.facts[key] for key in ("site", "kind", "shape", "samples")] == ["here", "image", "1x4x5", samples]
     assert {name: sum(counts) for name, counts in report.classes.items()} == {"a": 6, "b": 2}
     assert report.facts["agreed on in a run"] == "sample-kind, input-shape, classes"
@@ -115,7 +115,7 @@ def test_report_lists_samples_classes_and_unreadable_files(tmp_path: Path, capsy
         (tmp_path / "b" / f"torn-{number}.png").write_bytes(b"no image")
     assert main(["check-site", f"policy={LENIENT}", f"data={tmp_path}", "name=here", "skip-unreadable=true"]) == 0
     output = capsys.readouterr().out
-    for part in ("here", "1x4x5", "8: 6 for training, 2 for the test", "2 classes", "25 of 33 image files"):
+    for part in ("here", "1x4x5", "8: 6 for training, 2 for testing", "2 classes", "25 of 33 image files"):
         assert part in output
     assert output.count("not an image that can be read") == 20
     assert "and 5 more" in output

@@ -91,10 +91,10 @@ def test_parent_reports_an_ended_node_and_keeps_the_others_running(tmp_path: Pat
         nodes = {words[2]: int(words[-1]) for words in lines(tmp_path, "process")}
         workers = {words[0]: int(words[4]) for words in lines(tmp_path, "worker")}
         os.kill(nodes["a"], signal.SIGKILL)
-        wait_for(lambda: "2 of 3 still run" in (tmp_path / "log").read_text())
+        wait_for(lambda: "2 of 3 are still running" in (tmp_path / "log").read_text())
         (tmp_path / "b-end").touch()
         os.kill(workers["b"], signal.SIGKILL)
-        wait_for(lambda: "1 of 3 still run" in (tmp_path / "log").read_text())
+        wait_for(lambda: "1 of 3 are still running" in (tmp_path / "log").read_text())
         assert "node a was killed by signal 9; 2 of 3" in (tmp_path / "log").read_text()
         assert "node b exited with status 7; 1 of 3" in (tmp_path / "log").read_text()
         wait_for(lambda: all_ended({workers["a"], *(int(w[4]) for w in lines(tmp_path, "worker") if w[0] == "b")}))

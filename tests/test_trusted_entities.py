@@ -112,8 +112,8 @@ def test_the_worker_neither_unpacks_nor_imports_an_unsigned_app(
     ("text", "message"),
     [
         (None, "cannot be read"),
-        ("", r"must hold `key: value` lines|names no entity"),
-        ("{}", "names no entity; add a line `key id: ssh-ed25519"),
+        ("", r"must hold `key: value` lines|does not name an entity"),
+        ("{}", "does not name an entity; add a line `key id: ssh-ed25519"),
         ("fpk_1: ssh-ed25519 nonsense", "fpk_1 must be a public key as `ssh-keygen -t ed25519`"),
         ("fpk_1: 7", "fpk_1 must be a public key as `ssh-keygen -t ed25519`"),
         ("- a\n- b", "must hold `key: value` lines"),

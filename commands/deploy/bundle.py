@@ -49,7 +49,7 @@ def bundle(settings: Mapping[str, Scalar]) -> tuple[bytes, dict[str, Scalar]]:
             f"{key} is not in [tool.flwr.app.config] of {path}, so Flower would reject it; run `python "
             "docs/generate.py` to update this table"
         )
-    app["fab-include"] += files  # not a pattern for the folder, because Flower rejects a pattern that matches no file
+    app["fab-include"] += files  # not a pattern for the folder, because Flower rejects patterns without a match
     content: dict[str, Any] = {
         **_files_of_the_app(app["fab-include"]),
         **files,

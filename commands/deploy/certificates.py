@@ -60,7 +60,7 @@ def make_certificates(
     Raises
     ------
     SettingsError
-        If the directory is not writable, if it contains only one half of a pair, if its certificate is not valid for
+        If the directory is not writable, if it contains only one file of a pair, if its certificate is not valid for
         all hosts, or if a name is not allowed.
     """
     files, written = Files(folder), []
@@ -136,7 +136,7 @@ def read_certificates(path: Path) -> list[x509.Certificate]:
 
 
 def public_half(path: Path) -> bytes:
-    """Return the public half of a private key (PEM); raise :class:`SettingsError` for a file without a private key."""
+    """Return the public key for a private key (PEM); raise :class:`SettingsError` for a file without a private key."""
     with refused(f"{path} is not a private key in the format of `posy certificates`"):
         return pem_of(load_private_key(path.read_bytes()).public_key())
 
@@ -155,7 +155,7 @@ def public_pem(path: Path) -> bytes:
     with refused(f"{path} is not a public key in the format of `posy certificates`"):
         content = path.read_bytes()
         if b"PRIVATE KEY" in content:
-            raise SettingsError(f"{path} is a private key, which stays on its node; name its public half (.pub)")
+            raise SettingsError(f"{path} is a private key, which stays on its node; pass its public key (.pub)")
         return pem_of(serialization.load_ssh_public_key(content))
 
 

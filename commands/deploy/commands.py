@@ -67,7 +67,7 @@ def certificates(
     Posy creates the files that are missing in DIR. Each NODE gets a private key (NODE.key, which must stay on the node)
     and a public key (NODE.pub, for `posy register`). With --host or without a NODE, as on the server, Posy also creates
     a certificate authority (ca.pem, ca.key) and the SuperLink's certificate (server.pem, server.key). Existing files
-    stay unchanged. --renew replaces files, and keeps the old files with the time in their names.
+    stay unchanged. --renew replaces files, and keeps the old files under names that contain the time.
     """
     from posy.commands.deploy import certificates as pki  # noqa: PLC0415 - few commands need it
 
@@ -120,9 +120,9 @@ def superlink(
 ) -> int:
     """Start the server of a federation.
 
-    Posy starts Flower's SuperLink, to which nodes connect, and the process that runs ServerApps. A database stores the
-    state. If the SuperLink dies, Posy restarts it, and the runs continue. Unless you use --insecure, the SuperLink
-    needs certificates, and admits only nodes with registered keys (`posy register`).
+    Posy starts Flower's SuperLink, to which nodes connect, and the process that runs ServerApps. The SuperLink stores
+    its state in a database. If the SuperLink dies, Posy restarts it, and the runs continue. Unless you use --insecure,
+    the SuperLink needs certificates, and admits only nodes with registered keys (`posy register`).
 
     Any program that can connect to --control can run code on every node. By default, only programs on this machine can.
     """
@@ -261,8 +261,8 @@ def unregister(
 def backup(file: Annotated[Path, typer.Argument(metavar="FILE")], state: State = STATE) -> int:
     """Copy the state of a SuperLink, which may be running.
 
-    FILE contains the registered keys and the list of runs, but no results, checkpoints or certificates. Copy runs/ and
-    the output directory of `posy certificates` too.
+    FILE contains the registered keys and the list of runs, but no results, checkpoints or certificates. Also copy runs/
+    and the output directory of `posy certificates`.
     """
     from posy.commands.deploy.backup import back_up  # noqa: PLC0415
 

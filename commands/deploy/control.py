@@ -1,7 +1,7 @@
 """Control a SuperLink: list its runs and nodes, register keys, and submit, follow and stop runs.
 
-All calls use Flower's Control API. Flower's command line would start a process for each call, and it shows neither the
-names of registered nodes nor the settings of a run.
+All calls use Flower's Control API. Flower's command line starts a process for each call, and shows neither the names of
+registered nodes nor the settings of a run.
 """
 
 import hashlib
@@ -309,7 +309,7 @@ def _exit_status(run: Run, log: RunLog) -> int:
 
 
 def _unreached(superlink: Connection, error: BaseException) -> str:
-    """Return an error message with the reason why a SuperLink cannot be reached."""
+    """Return an error message that explains why a SuperLink cannot be reached."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ssl.SSLError):
         cause = cause.__cause__ or cause.__context__

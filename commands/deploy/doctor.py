@@ -40,11 +40,11 @@ from posy.settings import LaunchError, SettingsError
 
 Level = Literal["ok", "warning", "error"]
 SOON = datetime.timedelta(days=30)
-"""Posy recommends to renew a certificate if its remaining validity is shorter than this."""
+"""Posy recommends renewing a certificate if its remaining validity is shorter than this."""
 LITTLE_BYTES, LITTLE_SHARE = 1 << 30, 0.05
-"""Posy warns if there is less free disk space than this, in bytes or as a share of the disk."""
+"""Posy warns if the free disk space is below one of these limits, in bytes and as a fraction of the disk."""
 AHEAD_SECONDS, BEHIND_SECONDS = 5.0, 305.0
-"""Flower refuses a node's signatures if its clock is ahead of or behind the SuperLink's by more than these seconds."""
+"""Largest lead and lag of a node's clock, in seconds, with which Flower accepts the node's signatures."""
 REACH_SECONDS = 5.0
 """Timeout for a reply from the SuperLink, in seconds."""
 
@@ -227,7 +227,7 @@ def check_node_key(key: Path) -> Iterator[Finding]:
 
 
 def check_reach(service: str, address: str, ca: Path | None, server: Path | None = None) -> Iterator[Finding]:
-    """Check that ``service`` listens at an address, and that an authority in ``ca`` has signed its certificate.
+    """Check that ``service`` listens on an address, and that an authority in ``ca`` has signed its certificate.
 
     If the file ``server`` exists, also check that it contains this certificate.
     """
@@ -262,7 +262,7 @@ def check_reach(service: str, address: str, ca: Path | None, server: Path | None
 
 
 def check_admission(address: str, ca: Path, key: Path) -> Iterator[Finding]:
-    """Check, without side effects, that the SuperLink admits a node's key and that this machine's clock is right."""
+    """Check, without side effects, that the SuperLink admits a node's key and that this machine's clock is correct."""
     with refused(f"{key} is not a private key in the format of `posy certificates`"):
         private = load_private_key(key.read_bytes())
     path, request, response = fleet_call("ActivateNode")

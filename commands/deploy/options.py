@@ -22,7 +22,7 @@ FLEET = "0.0.0.0:9092"
 LOCAL_FLEET = "127.0.0.1:9092"
 CERTIFICATES = Path("certificates")
 HOME, PRIVATE = "flower", "private"
-"""Flower's home folder in a SuperLink's state directory, and its subfolder for the secret of the processes."""
+"""Flower's home folder in a SuperLink's state directory, and its subfolder for the processes' secret."""
 
 
 def connection(superlink: str, root_certificates: Path | None, insecure: bool) -> Connection:
@@ -112,7 +112,7 @@ def check_policy(node_config: Mapping[str, str], *, stock: bool, signed: bool) -
 
 
 def with_audit(words: Sequence[str], home: Path) -> list[str]:
-    """Add the path of an audit log in ``home`` to a node config with data that sets neither this path nor state-dir."""
+    """Add the path of an audit log in ``home`` to a node config that has data, but neither this path nor state-dir."""
     keys = {word.partition("=")[0] for word in words}
     complete = keys & {AUDIT, "state-dir"} or "data" not in keys
     return [*words, *([] if complete else [f"{AUDIT}={home.absolute() / AUDIT_NAME}"])]
@@ -149,7 +149,7 @@ def check_control(address: str, *, allowed: bool) -> None:
 
 
 def check_free(option: str, address: str) -> None:
-    """Raise :class:`SettingsError` if this process cannot listen at an address (Flower would print a traceback)."""
+    """Raise :class:`SettingsError` if this process cannot listen on an address (Flower would print a traceback)."""
     host, port = host_and_port(option, address)
     try:
         family, kind, _, _, target = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
@@ -158,7 +158,9 @@ def check_free(option: str, address: str) -> None:
             probe.bind(target)
             probe.listen()
     except OSError as error:
-        raise SettingsError(f"{option} {address}: cannot listen there ({error}); choose another address") from error
+        raise SettingsError(
+            f"{option} {address}: cannot listen on this address ({error}); choose another address"
+        ) from error
 
 
 def host_and_port(option: str, address: str) -> tuple[str, str]:

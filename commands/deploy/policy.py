@@ -38,8 +38,8 @@ def check(
     """Explain a policy, or predict which of its rules refuse a run.
 
     The key=value words are the settings of the run, as for `posy run`; experiment=FILE names a file of settings.
-    Without settings, Posy explains the rules. The exit status is 1 if the policy refuses the run. The node checks some
-    rules only when the run begins (those on rows, parameters and runs per day).
+    Without settings, Posy explains the rules. The exit status is 1 if the policy refuses the run. The node checks the
+    rules on rows, parameters and runs per day only when the run begins.
     """
     from posy.client_app.policy import violations  # noqa: PLC0415 - imports Flower
     from posy.data.policy import Policy, read_policy  # noqa: PLC0415

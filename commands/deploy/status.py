@@ -18,7 +18,7 @@ RUN_COLUMNS = (
 )
 NODE_COLUMNS = ("name", "status", "since", "does", "clock", *VERSIONS)
 TOLERATED = 2.0
-"""Largest clock error of a node, in seconds, that Posy does not report."""
+"""Posy reports a node's clock error only if it exceeds this number of seconds."""
 
 
 def show(runs: Sequence[Run], nodes: Sequence[Any], statuses: Mapping[str, Mapping[str, Any]]) -> None:
@@ -45,7 +45,7 @@ def show(runs: Sequence[Run], nodes: Sequence[Any], statuses: Mapping[str, Mappi
 
 
 def facts_of_nodes(statuses: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Return the latest facts that each node has reported to a run, keyed by node number."""
+    """Return the latest report from each node to any of the runs, keyed by node number."""
     newest: dict[str, Mapping[str, Any]] = {}
     for status in statuses.values():
         for number, facts in status.get("nodes", {}).items():
@@ -66,7 +66,7 @@ def doing(node: Any, runs: Iterable[Run], statuses: Mapping[str, Mapping[str, An
 
 
 def waiting(waits: Mapping[str, Any] | None) -> str:
-    """Describe a run's reason for waiting, the time that it has waited, and the time left."""
+    """Describe why a run is waiting, how long it has waited, and how much time is left."""
     if not waits:
         return ""
     current_time = time.time()

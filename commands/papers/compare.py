@@ -1,4 +1,4 @@
-"""Compare a paper's table or figure with its runs: the state of each number, and the verdict on each claim."""
+"""Compare a paper's table or figure with its runs: the state of each number, and the outcome of each claim."""
 
 import itertools
 from collections import Counter
@@ -75,7 +75,7 @@ class Comparison:
                 if cell.seed in seeds and summary["status"] == "completed":
                     runs.setdefault((cell.variant, cell.row), []).append(cell)
         self.cells: dict[tuple[str, str], tuple[str, list[Cell]]] = {}
-        """Drawn runs and their scale: in a table, each row's larger scale; in a figure, one scale for each variant."""
+        """The runs on the page and their scale: in a table, each row's larger scale; in a figure, one per variant."""
         for variant in self.item.variants:
             for scale in self._drawn_at(variant):
                 runs = self.finished[scale]
@@ -84,7 +84,7 @@ class Comparison:
                 }
 
     def _drawn_at(self, variant: str) -> list[str]:
-        """Return the scales at which the rows of a variant are drawn, the larger scale last.
+        """Return the scales at which the page shows the rows of a variant, the larger scale last.
 
         A table compares each number with the paper's. A figure compares rows with each other, so all its rows use the
         scale at which the most rows have runs. In a tie, the larger scale wins.
@@ -95,7 +95,7 @@ class Comparison:
     def values(
         self, variant: str, row: str, measure: str, scale: str = "", *, same_point: bool = False
     ) -> dict[int, float]:
-        """Return a row's values at a scale, by default the drawn scale, keyed by seed.
+        """Return a row's values at a scale, by default the scale that the page shows, keyed by seed.
 
         The values are measured at the row's evaluation point. Some rows replace a default measure of the item with
         another measure. With ``same_point``, all rows use ``measure`` unchanged.
@@ -115,7 +115,7 @@ class Comparison:
         return self.item.of(row, substitute if measure in self.item.measures else measure)
 
     def runs_of(self, variant: str, row: str) -> tuple[str, list[Cell]]:
-        """Return the drawn scale of a row, and the finished runs that provide its numbers."""
+        """Return the scale at which the page shows a row, and the finished runs that provide its numbers."""
         return self.cells.get(self._read_off(variant, row), ("", []))
 
     def _read_off(self, variant: str, row: str) -> tuple[str, str]:
@@ -155,7 +155,7 @@ class Comparison:
 
     @cached_property
     def verdicts(self) -> list[tuple[Claim, Verdict]]:
-        """The verdict on each claim."""
+        """The outcome of each claim."""
         return [(claim, self._verdict(claim)) for claim in self.item.claims]
 
     @cached_property
@@ -236,7 +236,7 @@ class Comparison:
         )
 
     def _verdict(self, claim: Claim) -> Verdict:
-        """Return the verdict on a claim, from runs at the same scale.
+        """Return the outcome of a claim, from runs at the same scale.
 
         Choose the scale with the most comparable pairs of rows. If several scales tie, prefer the one with more
         variants, then the larger one.

@@ -356,7 +356,7 @@ def _correlation(comparison: Comparison, form: Mapping[str, Any], path: Path) ->
 
 
 def _picture(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Copy the picture named by ``of`` from the first-seed run of the row ``row``."""
+    """Copy the picture ``of`` from the run of the row ``row`` with the first seed."""
     for variant in comparison.item.variants:
         _, cells = comparison.runs_of(variant, form["row"])
         file = _find_picture(cells[0], f"{form['of']}.png") if cells else None

@@ -263,7 +263,7 @@ def items(paper: str) -> list[Item]:
     if paper not in papers():
         similar = nearest(paper, papers())
         hint = f"did you mean {similar}?" if similar else f"choose from {', '.join(papers())}"
-        raise SettingsError(f"{paper!r} is not a paper; {hint}")
+        raise SettingsError(f"Posy does not reproduce a paper named {paper!r}; {hint}")
     return [read_item(file) for file in sorted((PAPERS / paper).glob("*.yaml"), key=_number)]
 
 

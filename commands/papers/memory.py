@@ -24,14 +24,14 @@ def stored_parameters(size: int, classwise: int, num_classes: int) -> int:
 
 
 def millions(layers: str, num_classes: int) -> float:
-    """Return the number of parameters of a ResNet-18 on cwFedAvg's server, in millions, with class-wise ``layers``."""
+    """Return the number of ResNet-18 parameters on cwFedAvg's server, in millions, with class-wise ``layers``."""
     size, head = _resnet18(num_classes)
     return stored_parameters(size, {WITHOUT: 0, "output": head, "all": size}[layers], num_classes) / 1e6
 
 
 @cache
 def _resnet18(num_classes: int) -> tuple[int, int]:
-    """Return the numbers of parameters of a ResNet-18 (He et al., 2016) and of its output layer with 512 inputs."""
+    """Return the number of parameters in a ResNet-18 (He et al., 2016), and in its output layer with 512 inputs."""
     # The import takes a second, and only one table needs it.
     from torchvision.models import resnet18  # noqa: PLC0415
 

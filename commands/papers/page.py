@@ -1,4 +1,4 @@
-"""Write the page of a paper: its tables and figures, the state of each number, and the verdicts on the claims."""
+"""Write the page of a paper: its tables and figures, the state of each number, and the outcomes of the claims."""
 
 import math
 from collections import Counter

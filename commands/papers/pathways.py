@@ -6,9 +6,9 @@ of the network's 20 weights. Learning rate, batch size and lambda come from the 
 (Section 5.1).
 
 Posy chooses the other parameters. The centres come from N(0, I) and the samples from N(centre, I). The layers have
-biases, which are trained and averaged but not drawn. All clients start from the same weights, from PyTorch's default
-initialisation. Each client takes the same number of steps, on batches sampled with replacement. There is only one
-round, which averages all layers class-wise, with class shares from the output weights.
+biases, which are trained and averaged, but not shown in the figure. All clients start from the same weights, from
+PyTorch's default initialisation. Each client takes the same number of steps, on batches sampled with replacement. There
+is only one round, which averages all layers class-wise, with class shares from the output weights.
 """
 
 from collections import OrderedDict
