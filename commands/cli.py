@@ -294,7 +294,8 @@ def route(
     run: Run,
     files: Samples,
     picture: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Plot the clients' probabilities or votes to this file.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a plot of the clients' probabilities or votes to this file."),
     ] = None,
     as_json: Json = False,
 ) -> int:
@@ -379,7 +380,7 @@ def _not_a_method(word: str) -> str:
 
 
 def _meaning(item: Setting) -> str:
-    """Return the meaning of a setting, with the search range of `posy tune`."""
+    """Return a setting's description, with its search range for `posy tune`."""
     return item.described + (f"; `posy tune`: {item.search.low:g} to {item.search.high:g}" if item.search else "")
 
 

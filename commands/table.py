@@ -414,10 +414,10 @@ def _cell_config(
     in_file = {key: value for group in groups.values() for key, value in group.items()}
     # Most cells take minutes, so they write no checkpoints. An interrupted cell restarts from its first round.
     config = {"checkpoint-every": 0} | with_experiment({**in_file, **overrides}, where)
-    # Drop shared settings that belong to the method of another row.
+    # Drop shared settings that belong to another row's method.
     config = relevant_settings(config, str(config.get("method", RunSettings.method)))
     reasons = without_effect(config)
-    # It is not an error if an override disables a setting of the file.
+    # It is not an error if an override disables a setting in the file.
     reasons_in_file = without_effect(with_experiment(in_file, where)) if overrides else reasons
     for source, group in groups.items():
         effects.note(source, group, config, {key: reasons[key] for key in reasons.keys() & reasons_in_file.keys()})

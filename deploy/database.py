@@ -60,10 +60,10 @@ class Turns:
     up its turn. Every INSERT, UPDATE, DELETE or REPLACE is part of a transaction. Python's sqlite3 does not begin a
     transaction for a statement that starts with ``WITH``, so this class does.
 
-    Deadlines are unreliable after the SuperLink starts, after a clock change, and after failed writes. In these
-    cases, this class extends the deadlines of all live nodes and runs before the next statement that compares
-    deadlines. Flower detects a dead node or run once its extended deadline has passed. If the extension fails, the call
-    fails, and its caller retries it.
+    Deadlines are unreliable after the SuperLink starts, after a clock change, and after failed writes. This class
+    therefore extends the deadlines of all live nodes and runs before the next statement that compares deadlines. Flower
+    detects a dead node or run once its extended deadline has passed. If the extension fails, the call fails, and its
+    caller retries it.
     """
 
     def __init__(self) -> None:

@@ -137,7 +137,7 @@ def keep(
 
 
 def _version(file: Path | None) -> tuple[int, int] | None:
-    """Return an identifier that changes when a file changes, or None if there is no file."""
+    """Return an identifier that changes when a file changes, or None for a missing file."""
     if file is None:
         return None
     try:

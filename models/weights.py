@@ -21,7 +21,7 @@ from posy.storage import load_arrays
 _SHOWN = 16
 """Number of characters of a SHA-256 that a message shows."""
 VECTORS = ".txt"
-"""Suffix of files of word vectors."""
+"""File name suffix of word vectors."""
 FIRST_WORD = 2
 """Token of the first word; 0 is padding, 1 an unknown word."""
 
@@ -55,7 +55,7 @@ def weights_for(
     words : sequence of str
         The words of the data in the order of their tokens.
     folder : str
-        Directory of the data, in which Posy searches for a file that is not at its path.
+        Data directory, in which Posy searches for a file that is not at its path.
 
     Raises
     ------
@@ -80,8 +80,8 @@ def weights_for(
         )
     if path.suffix == VECTORS and not words:
         raise SettingsError(
-            f"weights = {where!r} are word vectors, which need the words of the data; choose a data set of texts, and "
-            "not dataset = sites, because sites do not send their words"
+            f"weights = {where!r} are word vectors, which need the words of the data; choose a text data set, but not "
+            "dataset = sites, because sites do not send their words"
         )
     actual = sha256_of(path)
     if digest not in ("", actual):

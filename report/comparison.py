@@ -133,7 +133,7 @@ def gain_over_folds(
     pairs : mapping
         The scores of the method and of the other method in each fold, each keyed by client.
     folds : int
-        Number of folds of a seed.
+        Number of folds per seed.
     lower_is_better : bool
         Whether lower scores are better.
 
@@ -510,7 +510,7 @@ def compared(clients: pd.DataFrame, ranked: Ranks | None, metric: Metric) -> str
 def per_client(runs: Sequence[Run], metric: Metric) -> str:
     """Return the score of each named client as Markdown: the mean over the seeds, and its standard deviation.
 
-    The result does not contain variants without client names, or with more than :data:`MOST_NAMED` clients.
+    The result omits variants without client names, and variants with more than :data:`MOST_NAMED` clients.
     """
     parts = []
     for variant in dict.fromkeys(run.variant for run in runs):

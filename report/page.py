@@ -34,7 +34,7 @@ DRAWN_HERE = (*METRICS, "loss", "clients", "partition")
 WHICH = {"last": "last", "best": "best, on validation", "upper-bound": "upper bound", "average": "mean of the last"}
 SPREAD = {"min": "worst client", "tenth": "worst tenth", "max": "best client", "weighted": "weighted by samples"}
 COLOURS = 160
-"""Number of colours in an embedded picture. Few colours are enough for charts, and make the file much smaller."""
+"""Number of colours in an embedded picture. A few colours are enough for charts, and make the file much smaller."""
 AT = {"served": "served model", "local": "local model"}
 
 

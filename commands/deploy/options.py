@@ -72,8 +72,8 @@ def node_configs(words: Sequence[str], names: Sequence[str]) -> list[list[str]]:
     """Return the node config of each node that a command starts, in the order of ``names``.
 
     The node's name replaces ``{name}`` in a value. By default, n nodes without ``data`` get the partitions 0 to n - 1
-    of n. With ``partition-id``, they get consecutive partitions from this id on. Without a name, as with --insecure,
-    the command starts one node, and its config stays unchanged.
+    of n. With ``partition-id``, they get consecutive partitions, starting with this id. Without a name, as with
+    --insecure, the command starts one node, and its config stays unchanged.
 
     Raises
     ------

@@ -340,7 +340,7 @@ def results_of(paper: str) -> Path:
 
 
 def missing_results(names: Iterable[str]) -> str:
-    """Return a message with the searched folders if the papers have no archive of runs, else an empty string."""
+    """Return a message that lists the searched folders if the papers have no archive of runs, else an empty string."""
     if any(_archives(results_of(name)) for name in names):
         return ""
     folders = dict.fromkeys(map(str, (Path("papers").absolute(), PAPERS)))
