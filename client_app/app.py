@@ -148,8 +148,9 @@ def hosted_clients(context: Context, workspace: Workspace) -> list[int]:
 def own_places(config: dict[str, Any], context: Context) -> None:
     """Replace the server's folders in a message's config with the folders from the node's config.
 
-    The client's state goes to the run's folder in ``state-dir``. Its model goes to the run's folder in ``models`` or,
-    by default, to a subfolder of the state folder. Its predictions go to a subfolder of the model's folder.
+    The client's state is saved in the run's folder in ``state-dir``. Its model is saved in the run's folder in
+    ``models`` or, by default, in a subfolder of the state folder. Its predictions are saved in a subfolder of the
+    model's folder.
     """
     save_to, predictions = config.pop("save-models-to", ""), config.pop("save-predictions-to", "")
     config.pop("state-directory", None)
@@ -315,7 +316,7 @@ def packed(client: PersonalClient, result: Result) -> Parcel:
 
 
 def reply_to(message: Message, arrays: Arrays, num_examples: int, metrics: dict[str, Any]) -> Message:
-    """Return a reply. Strings and the client's index go into its config, because Flower averages all metrics."""
+    """Return a reply. Its config contains strings and the client's index, because Flower averages all metrics."""
     numbers = {key: value for key, value in metrics.items() if not isinstance(value, str)}
     texts = {key: value for key, value in metrics.items() if isinstance(value, str)}
     client = record_in(message.content, "config", ConfigRecord)["client"]

@@ -44,7 +44,7 @@ NOTES = "_posy_audit"
 
 
 class AuditError(RuntimeError):
-    """The node cannot write its audit log, so it sends no reply."""
+    """The node cannot write its audit log, so it does not reply."""
 
     shareable = True
 
@@ -104,7 +104,7 @@ class Checked:
     """Number of the first broken line, counting from 1, or 0 if the chain is unbroken."""
     problem: str = ""
     unfinished: bool = False
-    """Whether the last line is incomplete, as after a crash. The next call of :meth:`AuditLog.append` records it."""
+    """Whether the last line is incomplete, as after a crash. The next call to :meth:`AuditLog.append` records it."""
 
 
 def check_lines(lines: bytes, recorded: Head | None) -> Checked:
@@ -180,7 +180,7 @@ class AuditLog:
     def append(self, *events: Mapping[str, Any]) -> None:
         """Append events, and wait until they are on disk.
 
-        A crash may leave the last line incomplete. The line stays, and an event records it. If the log does not end
+        A crash may leave the last line incomplete. This line is kept, and an event records it. If the log does not end
         with the event that the head names, an event records the gap.
 
         Raises
@@ -317,7 +317,7 @@ def _log_at(path: Path) -> AuditLog:
 
 @lru_cache
 def _warn_once() -> None:
-    log(WARNING, "this node keeps no audit log: its node config has neither state-dir nor %s", AUDIT)
+    log(WARNING, "this node does not keep an audit log: its node config has neither state-dir nor %s", AUDIT)
 
 
 def note(context: Context, **facts: Any) -> None:
@@ -371,8 +371,8 @@ def record(audit_log: AuditLog, message: Message, context: Context, outcome: Mes
         is_first = not audit_log.has_begun(event["run"])
         audit_log.append(*([{**begin, "event": RUN_BEGIN}] if is_first else []), event)
     except (OSError, ValueError) as error:
-        log(ERROR, "the audit log %s cannot be written, so no reply leaves this node: %s", audit_log.path, error)
-        raise AuditError("this node cannot write its audit log, so it sends no reply") from None
+        log(ERROR, "the audit log %s cannot be written, so this node does not reply: %s", audit_log.path, error)
+        raise AuditError("this node cannot write its audit log, so it does not reply") from None
     note(context, recorded=True)
 
 
@@ -414,7 +414,7 @@ def event_of(message: Message, context: Context, outcome: Message | Exception | 
 
 
 def _content_of(message: Message) -> RecordDict:
-    """Return the unfolded content of a message, which is empty for an error."""
+    """Return the unpacked content of a message, which is empty for an error."""
     unpacked = unfolded(message) if message.has_content() else message
     return unpacked.content if unpacked.has_content() else RecordDict()
 

@@ -25,7 +25,7 @@ class BudgetExceededError(ValueError):
 
 
 def unprotected(values: Mapping[str, Any]) -> str:
-    """Return why a run has no (ε, δ) guarantee against the server, or an empty string if it has one."""
+    """Return why a run lacks an (ε, δ) guarantee against the server, or an empty string if it has one."""
     if values["dp"] == OFF:
         return "dp = off; the site has a privacy budget, so a run needs noise"
     if values["dp"] == CENTRAL and not values["secure-aggregation"]:

@@ -10,7 +10,7 @@ from posy.client_app.training.work import Context, Net, Train
 from posy.strategies.cwfedavg import CwFedAvgSettings
 
 SMALLEST = 1e-12
-"""Minimum sum of norms. A smaller sum gives the uniform distribution."""
+"""Minimum sum of norms. If the sum is smaller, the distribution is uniform."""
 
 
 class CwFedAvgClient(PersonalClient):
@@ -41,7 +41,7 @@ def regularised(net: Net, batch: Batch, context: Context) -> Tensor:
     """Return cross-entropy + λ ||p − p̃||₂, where p̃ contains the normalised norms of the head's rows (Eqs. 4, 8)."""
     norms = torch.linalg.vector_norm(net["head.weight"], dim=1)
     total = norms.sum()
-    # A head of zeros has the uniform distribution, as on the server.
+    # For a head of zeros, the distribution is uniform, as on the server.
     weights = norms / total.clamp_min(SMALLEST) + (total < SMALLEST) / len(norms)
     distance = torch.linalg.vector_norm(context["distribution"] - weights)
     return net.loss(net(batch.x), batch) + context["lambda"] * distance

@@ -15,7 +15,7 @@ class DittoClient(PersonalClient):
     method: DittoSettings
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
-        """Train the global model, then the personal model with a pull towards the received model."""
+        """Train the global model, then the personal model, regularised towards the received model."""
         shared: Trained = yield Train(received["model"], stream=GLOBAL)
         first = self.initial() if self.method.start == "initial" else received["model"]
         personal: Trained = yield Train(

@@ -36,7 +36,7 @@ class Running:
 class Engine:
     """Runs the rounds of clients that share a workspace.
 
-    Where stacking is faster (see :meth:`Trainer.stacks`), groups of clients advance together, and their requests of the
+    If stacking is faster (see :meth:`Trainer.stacks`), groups of clients advance together, and their requests of the
     same kind run as one computation. Otherwise, each client trains alone. Groups, or clients that train alone, run in
     parallel in processes forked from this one. If forking is not possible, groups run one after another, and clients
     that train alone run on threads, which share Python's global interpreter lock.
@@ -71,7 +71,7 @@ class Engine:
                 result = client.jobs.drive(steps)
             except TrainingInterruptedError:
                 return
-            except Exception as error:  # a client's error becomes its answer, as on a real node
+            except Exception as error:  # a client's error becomes its result, as on a real node
                 result = error
             finish(number, result)
 
@@ -165,14 +165,14 @@ class Group:
                     continue
                 except StopIteration as finished:
                     result = finished.value
-                except Exception as error:  # a client's error becomes its answer, as on a real node
+                except Exception as error:  # a client's error becomes its result, as on a real node
                     result = error
                 running.pop(number, None)
                 finish(number, result)
             answers = self._answer_requests(running)
 
     def _answer_requests(self, running: Mapping[int, Running]) -> dict[int, Any]:
-        """Answer each client's pending request. Requests of the same kind are answered together."""
+        """Run each client's pending request, and run requests of the same kind as one computation if possible."""
         groups: dict[Hashable, list[int]] = {}
         answers: dict[int, Any] = {}
         for number, member in running.items():
@@ -185,7 +185,7 @@ class Group:
         return answers
 
     def _kind(self, running: Running) -> Hashable:
-        """Return a key that is equal for requests that can be answered together."""
+        """Return a key that is equal for requests that can run together."""
         network, request = running.client.jobs.network(running.request), running.request
         stacks = self.workspace.trainer.stacks(network, 2, request if isinstance(request, Train) else None)
         if isinstance(request, Train):
@@ -194,7 +194,7 @@ class Group:
         return network, request.parameters.shape, request.features, None if stacks else id(request.parameters)
 
     def _answer_group(self, group: Sequence[Running]) -> list[Any]:
-        """Answer requests of the same kind, split into as many groups as memory requires."""
+        """Run requests of the same kind, split into as many groups as memory requires."""
         trainer, network = self.workspace.trainer, group[0].client.jobs.network(group[0].request)
         if len(group) == 1:
             return [self._answer_alone(group[0])]
@@ -216,7 +216,7 @@ class Group:
             return trainer.forward_together(requests, network, samples)
         except torch.OutOfMemoryError:
             self._capacity[network] = len(group) // 2
-            log(WARNING, "%s clients do not fit into memory together: retrying with half as many", len(group))
+            log(WARNING, "%s clients do not fit into memory at the same time: retrying with half as many", len(group))
         except TrainingInterruptedError:
             raise
         except Exception as error:
@@ -233,10 +233,10 @@ class Group:
 
 
 def evenly(numbers: Sequence[int], most: int) -> list[Sequence[int]]:
-    """Divide numbers into as few groups as possible, all of about the same size and with at most ``most`` numbers.
+    """Divide a sequence into as few groups as possible, of about the same size and with at most ``most`` elements each.
 
-    If there are several groups, their count is rounded up to an even number, because machines usually have an even
-    number of cores.
+    If there is more than one group, the number of groups is rounded up to an even number, because machines usually have
+    an even number of cores.
     """
     count = -(-len(numbers) // most)
     count += count > 1 and count % 2

@@ -1,4 +1,4 @@
-"""The FedAMP client trains its own model with a pull towards the received model u_i."""
+"""The FedAMP client trains its own model, regularised towards the received model u_i."""
 
 import torch
 from torch import Tensor

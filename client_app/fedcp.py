@@ -48,7 +48,7 @@ def near_the_served_body(net: Net, batch: Batch, context: Context) -> Tensor:
 def discrepancy(x: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
     """Return the squared maximum mean discrepancy between two samples ``(B, D)``, summed over the kernels.
 
-    The optional weights ``(B,)`` of the rows have mean 1 and apply to both samples.
+    The optional weights ``(B,)`` of the rows have a mean of 1 and apply to both samples.
     """
 
     def kernels(a: Tensor, b: Tensor) -> Tensor:

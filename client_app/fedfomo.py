@@ -34,7 +34,7 @@ class FedFomoClient(PersonalClient):
             self.settings.run.seed, "fedfomo-validation", self.client, *self.workspace.order_key
         )
         pairs = split([np.arange(count)], fraction, generator)
-        if len(pairs[0][1]) < self.workspace.trainer.min_batch:  # losses on a few rows of a site would reveal a row
+        if len(pairs[0][1]) < self.workspace.trainer.min_batch:  # losses on a few rows of a site could reveal a row
             return
         train, validation = (torch.from_numpy(np.sort(rows)).to(self.device) for rows in pairs[0])
         x, y = self.data.x_train, self.data.y_train

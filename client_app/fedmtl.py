@@ -1,4 +1,4 @@
-"""The FedMTL client trains its own model, with a pull towards the other clients' models."""
+"""The FedMTL client trains its own model, regularised towards the other clients' models."""
 
 from posy.client_app.base import PersonalClient
 from posy.client_app.hooks import Config, Received, Result, Steps
@@ -11,7 +11,7 @@ class FedMTLClient(PersonalClient):
     """Minimise F_i(w_i) + lambda/2 tr(W Omega W^T) over w_i (FedMTL, Eq. 1)."""
 
     def served_model(self, received: Received, config: Config) -> Predictor:
-        """Return the client's own model. The server's message contains only the anchor for the pull."""
+        """Return the client's own model. The server's message contains only the anchor of the regularisation term."""
         return self.plain(self.kept_model(self.initial()))
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:

@@ -1,4 +1,4 @@
-"""The FedPAC client trains the head on the served body, then the body with a pull towards the global class means."""
+"""The FedPAC client trains the head on the served body, then the body, whose features it pulls towards class means."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ HEAD, BODY = 0, 1  # values of Train.stream
 
 
 class FedPACClient(PersonalClient):
-    """Train the head, then the body with a pull towards the global class means (FedPAC, Algorithm 1)."""
+    """Train the head, then the body, whose features are pulled towards the global class means (FedPAC, Algorithm 1)."""
 
     method: FedPACSettings
 

@@ -1,4 +1,4 @@
-"""The FedProto client trains its own network, with a pull of its features towards all clients' prototypes."""
+"""The FedProto client trains its own network, and pulls the network's features towards all clients' prototypes."""
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ class FedProtoClient(PersonalClient):
     method: FedProtoSettings
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
-        """Train the client's network. Send its prototypes and the number of samples per class."""
+        """Train the client's network, and send the prototype and the number of samples of each class."""
         prototypes, defined = received["prototypes"], received["known"]
         strength = torch.tensor(self.method.strength, device=self.device)
         context = {"prototypes": prototypes, "known": defined, "lambda": strength}
@@ -45,7 +45,7 @@ class FedProtoClient(PersonalClient):
         return self.nearest(parameters, prototypes, defined) if bool(defined.any()) else self.plain(parameters)
 
     def personal_model(self, received: Received, config: Config) -> Predictor | None:
-        """Return the client's network and prototypes after its last training, or None before that."""
+        """Return the client's network and prototypes after its last training, or None before its first training."""
         parameters, prototypes, defined = (self.stored.get(name) for name in ("model", "prototypes", "known"))
         if parameters is None or prototypes is None or defined is None:
             return None

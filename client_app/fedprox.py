@@ -1,4 +1,4 @@
-"""The FedProx client: FedAvg with a pull towards the received model."""
+"""The FedProx client: FedAvg with a proximal term that keeps the model close to the received model."""
 
 from torch import Tensor
 

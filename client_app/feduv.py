@@ -57,7 +57,7 @@ def closeness(features: Tensor, present: Tensor) -> Tensor:
     """Return L_U, the mean over pairs of exp(−||z_i − z_j||² / σ). Evenly spread features minimise it.
 
     σ is the median of the non-zero squared distances, as in the authors' program. The scale of the features therefore
-    makes no difference, so they need no normalisation.
+    makes no difference, so they do not need normalisation.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ def closeness(features: Tensor, present: Tensor) -> Tensor:
     i, j = torch.triu_indices(len(features), len(features), 1, device=features.device)
     if not len(i):
         return features.new_zeros(())
-    # With a matrix product, rounding would give equal features a distance above 0.
+    # If a matrix product computed the distances, rounding would make the distance between equal features positive.
     distances = torch.cdist(features, features, compute_mode="donot_use_mm_for_euclid_dist")[i, j].square()
     pairs = present[i] * present[j]
     counted = (pairs > 0) & (distances > 0)

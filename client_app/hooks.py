@@ -108,7 +108,7 @@ class ClientHooks:
         if shared.shape != (self.shared.size,):
             raise SettingsError(
                 f"the server's message has a model of shape {tuple(shared.shape)}; the client expects "
-                f"{self.shared.size} numbers"
+                f"{self.shared.size} parameters"
             )
         if not self.personal.size:
             return shared

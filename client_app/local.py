@@ -1,4 +1,4 @@
-"""Local training: each client trains its own model and sends no update."""
+"""Local training: each client trains its own model and does not send an update."""
 
 from posy.client_app.base import PersonalClient
 from posy.client_app.hooks import Config, Received, Result, Steps

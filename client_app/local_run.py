@@ -64,11 +64,11 @@ class LocalRun:
         self.task = client.workspace.task
         self._score_sums: dict[
             str, list[int] | None
-        ] = {}  # sums over the samples, keyed by score; only with secure aggregation
+        ] = {}  # sums over the samples, keyed by score, if the run uses secure aggregation
         self.jobs.moments, self.jobs.samples_private = None, False
         client.round = int(config["server-round"])
         client.lr = float(config.get("lr", self.settings.train.lr))
-        if client.settings is not client.workspace.settings:  # the message has the rate of the run in this round
+        if client.settings is not client.workspace.settings:  # the message contains the run's rate for this round
             client.lr *= client.settings.train.lr / client.workspace.settings.train.lr
         self._keep_once(received)
         self.received = {name: received[name] for name in self.method.sent if name in received}
@@ -108,7 +108,8 @@ class LocalRun:
     def _update(self) -> Steps[tuple[Update, Predictor | None]]:
         """Return the method's update and the local model.
 
-        If training diverges and an error would reveal the divergence, the update changes nothing.
+        If training diverges, and an error would reveal this, the method's update is replaced by one that changes
+        nothing.
         """
         try:
             update, local = yield from self.client.local_round(self._tensors, self.config)
@@ -116,7 +117,7 @@ class LocalRun:
         except TrainingDivergedError as error:
             if not (self.masking or self.settings.train.withholds_scores):
                 raise
-            log(WARNING, "client %s sends no change in round %s: %s", self.client.client, self.client.round, error)
+            log(WARNING, "client %s sends a zero update in round %s: %s", self.client.client, self.client.round, error)
             return Update(dict(self._unchanged()), np.nan), None
 
     def _named(self, update: Update) -> Arrays:
@@ -148,7 +149,7 @@ class LocalRun:
         return self.method.reference(client.architecture, self.received, zeros)
 
     def _references(self, arrays: Arrays) -> list[npt.NDArray[Any]]:
-        """Return the reference of each array, from which the change of the array is measured.
+        """Return the reference for each array, from which the change in the array is measured.
 
         Raises :class:`TypeError` if a reference is missing.
         """
@@ -160,7 +161,7 @@ class LocalRun:
         """Raise :class:`UnprotectedError` if the method sends metrics, because no noise is added to them."""
         if metrics:
             raise UnprotectedError(
-                f"method = {self.settings.run.method!r}: its clients send numbers without noise; the method must "
+                f"method = {self.settings.run.method!r}: its clients send metrics without noise; the method must "
                 f"reject dp = {self.settings.train.dp!r}"
             )
 
@@ -184,7 +185,7 @@ class LocalRun:
         try:
             return self._masked(arrays, self._numbers(metrics, training=True))
         except OutOfRangeError as error:  # raised before the masks are used
-            log(WARNING, "client %s sends no change in round %s: %s", self.client.client, self.client.round, error)
+            log(WARNING, "client %s sends a zero update in round %s: %s", self.client.client, self.client.round, error)
             numbers = self._numbers({"samples": self.jobs.processed}, training=True)
             return self._masked(self._unchanged(), numbers)
 
@@ -219,7 +220,7 @@ class LocalRun:
     def evaluate(self) -> Steps[Reply]:
         """Score the served model and, with ``evaluate-personal``, the local model on the client's test split.
 
-        With secure aggregation, the result contains masked words instead of the loss, and no unmasked numbers.
+        With secure aggregation, the result contains only masked words, instead of the loss and the metrics.
         """
         client = self.client
         metrics: dict[str, Any] = {"num-train": client.num_train}
@@ -327,7 +328,7 @@ class LocalRun:
         ------
         StateError
             If the message lacks an array that the client has not stored, for example because the client lost its state.
-            Also if an array differs from the same array in an earlier message.
+            The error is also raised if an array differs from the same array in an earlier message.
         """
         prefix, client = f"{self.method.sent_once}-", self.client
         if not self.method.sent_once:

@@ -84,6 +84,6 @@ def _check_returned(prefix: str, settings: type[MethodSettings], strategy: type[
         if getattr(kind, hook) is not getattr(base, hook):
             raise SettingsError(
                 f"{prefix}: {kind.__name__}.{hook} {effect}, so {settings.__name__} must declare `returned`: each "
-                "array, and whether it tolerates noise and sums; for a model whose mean is enough, "
+                "array, and whether it tolerates noise and sums; if the server needs only the mean of the models, "
                 'returned = {"model": model(noise=True, sums=True)}'
             )

@@ -177,7 +177,7 @@ def best_shares(
     """Return the β of the means and the β of the covariance with the lowest cross-entropy on held-out folds.
 
     The candidates are :data:`SHARES` values for a common β or, with ``two``, all pairs of these values. A search over
-    fixed values cannot get stuck in a local minimum. Without held-out samples, both β are 0.
+    fixed values cannot get stuck in a local minimum. Without held-out samples, both values of β are 0.
 
     Parameters
     ----------

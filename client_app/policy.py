@@ -58,12 +58,12 @@ class Violation(NamedTuple):
 
 
 class PolicyError(PermissionError):
-    """The site's policy refuses a run. The error message contains only settings of the run."""
+    """The site's policy rejects a run. The error message contains only settings of the run."""
 
     shareable = True
 
     def __init__(self, violation: Violation) -> None:
-        super().__init__(f"the policy of the site refuses this run, rule {violation.rule}: {violation.reason}")
+        super().__init__(f"the site's policy rejects this run, rule {violation.rule}: {violation.reason}")
         self.violation = violation
 
 

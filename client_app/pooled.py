@@ -19,7 +19,7 @@ class PooledClient(PersonalClient):
         self.data = replace(self.data, x_train=samples.x, y_train=samples.y)
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
-        """Train the model; no client has a local model."""
+        """Train the model. No client has a local model."""
         trained: Trained = yield self.work(received["model"])
         update, _ = self.share(trained)
         return update, None

@@ -33,7 +33,7 @@ class PPFEClient(PersonalClient):
 
     @cached_property
     def stages(self) -> list[Stage]:
-        """The stages of the run, the same as on the server."""
+        """The stages of the run, which are the same as on the server."""
         return plan_stages(self.settings, self.architecture)
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:

@@ -54,7 +54,7 @@ class Predictor:
         Parameters
         ----------
         outputs : sequence of Tensor or tuple of Tensor
-            Each member's output ``(n, C)``, or a tuple of outputs of which it is the first.
+            Each member's output ``(n, C)``, or a tuple whose first item is this output.
         """
         rows = [output[0] if isinstance(output, tuple) else output for output in outputs]
         target = self.members[0].architecture.task.target
@@ -195,7 +195,7 @@ def combined(outputs: Tensor, coefficients: Tensor, logarithms: bool = False, ta
         return averaged(outputs)
     if logarithms:  # a label's normalised geometric mean has the mean of the logits
         return averaged(outputs) if target == LABELS else F.log_softmax(averaged(outputs), dim=-1)
-    # With negative coefficients, the sum is below 1. Distributing the rest evenly keeps the order of the classes.
+    # With negative coefficients, the sum is below 1. Distributing the rest evenly preserves the order of the classes.
     if target == LABELS:
         present, absent = averaged(outputs.sigmoid()), averaged((-outputs).sigmoid())
         missing = (1 - present - absent) / 2

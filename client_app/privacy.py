@@ -20,14 +20,14 @@ from posy.strategies.secure_aggregation import fraction_of, threshold_of
 from posy.strategies.settings import Settings
 
 DEVIATIONS = 8
-"""Number of standard deviations that the noise exceeds about once in 10¹⁵ numbers."""
+"""Number of standard deviations that the noise exceeds with a probability of about 10⁻¹⁵."""
 SMOOTH = 8
 """Minimum standard deviation of a client's noise, in integer steps of the masked sum. Rounding the noise then changes
 the distribution of the sum by less than 10⁻²⁰⁰ (Kairouz et al., 2021, Theorem 1)."""
 
 
 class UnprotectedError(RuntimeError):
-    """A reply contains arrays or numbers that the noise does not cover."""
+    """A reply contains arrays or metrics to which no noise has been added."""
 
 
 def check_privacy(settings: Settings) -> None:
@@ -47,7 +47,7 @@ def _check_noise(settings: Settings) -> None:
         raise SettingsError(f"{mode} with dp-clip = 0: the noise needs a clipping norm; set dp-clip above 0")
     if data.share_class_counts:
         raise SettingsError(
-            f"{mode} with share-class-counts = true: the numbers of samples of each class have no noise; set "
+            f"{mode} with share-class-counts = true: the class counts are sent without noise; set "
             "share-class-counts = false"
         )
     if train.dp == CENTRAL:
@@ -112,7 +112,7 @@ def check_network(settings: Settings, network: Architecture) -> None:
 def noised(
     arrays: NDArrays, references: NDArrays, settings: Settings, *, clip: float = 0.0, threshold: int = 0
 ) -> tuple[NDArrays, float]:
-    """Return a reply's arrays, clipped and with any noise that the client adds, and the norm of their change.
+    """Clip a reply's arrays, add the client's noise, if any, and return the arrays and the norm of their change.
 
     The arrays become reference + min(1, C / ‖Δ‖) Δ + noise, where ‖Δ‖ covers all arrays. They are float32, or float64
     if they will be masked.
@@ -150,13 +150,14 @@ def _check_sums(settings: Settings) -> None:
         )
     if run.max_update_norm:
         raise SettingsError(
-            f"{setting} with max-update-norm = {run.max_update_norm:g}: the server sees no individual update, so it "
-            "cannot measure a norm; set max-update-norm = 0 (each client limits changes of a parameter to secure-range)"
+            f"{setting} with max-update-norm = {run.max_update_norm:g}: the server cannot see individual updates, so "
+            "it cannot measure their norms; set max-update-norm = 0 (each client limits the change in a parameter to "
+            "secure-range)"
         )
     cohort = math.ceil(run.fraction_train * settings.data.num_clients - 1e-9)
     if cohort < 2:
         raise SettingsError(
-            f"{setting}: at least two clients must train in a round, because the sum of one client is its update"
+            f"{setting}: at least two clients must train in a round, because a sum over one client is its update"
         )
     if train.dp not in (LOCAL, CENTRAL) or not train.dp_clip:
         return

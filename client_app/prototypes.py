@@ -1,4 +1,4 @@
-"""Class prototypes on a client: the mean features of each class, and the pull towards them."""
+"""Class prototypes on a client: the mean features of each class, and a loss that pulls features towards them."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,7 +23,7 @@ def distance_to_prototypes(features: Tensor, batch: Batch, context: Context) -> 
     """Return the mean of (f − c)² over the samples of a batch and their D features.
 
     c is the row of ``context["prototypes"]`` ``(C, D)`` for a sample's class. A class with 0 in ``context["known"]``
-    ``(C,)`` has no prototype. Its samples have distance 0.
+    ``(C,)`` has no prototype. Its samples have a distance of 0.
     """
     squares = (features - context["prototypes"][batch.y]).square().mean(dim=-1)
     return mean_over(squares * context["known"][batch.y], batch)

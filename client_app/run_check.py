@@ -1,4 +1,4 @@
-"""Check a run against a site's policy and data, and the method against the required noise and masks."""
+"""Check a run against a site's policy and data, and check that the method supports the required noise and masks."""
 
 from posy.client_app.policy import PolicyError, shareable, size_violations, too_many_parameters
 from posy.client_app.privacy import check_network, check_privacy
@@ -8,7 +8,7 @@ from posy.models.build import count_parameters
 
 
 def check_run(workspace: Workspace) -> None:
-    """Check a run against the policy and this site's data, and the method against the required noise and masks.
+    """Check a run against the policy and this site's data, and check that the method supports the noise and masks.
 
     A node makes this check before every training round and evaluation, because a server could skip the query with which
     a node joins a run.

@@ -4,7 +4,7 @@ The server relays all keys and shares and chooses the clients. This module there
 the client:
 
 - Each round has new keys and secrets, and so does the evaluation of the round.
-- The client sends only one reply under a round's masks, and can later only repeat it. A round begins only once. The
+- The client sends only one reply under a round's masks, and can later only resend it. A round begins only once. The
   server may ask for new keys only before that reply, and the client then deletes the secrets of the earlier keys.
 - All clients have the same view of the round: its cohort, the neighbours of each client, and the thresholds. A site
   that signs its keys refuses thresholds that would be unsafe if the server colluded with other clients.
@@ -13,8 +13,9 @@ the client:
   neighbour's private key, never both.
 - Masks do not cancel between clients that received different models, settings or weights.
 
-Between the messages of a round, the secrets stay in memory, never in a file. They are in the node's Flower context,
-but Posy's workers remove them before sending the context to the node (:class:`posy.deploy.sessions.Sessions`).
+Between the messages of a round, the secrets are kept in memory and never written to a file. They are in the node's
+Flower context, but Posy's workers remove them before sending the context to the node
+(:class:`posy.deploy.sessions.Sessions`).
 """
 
 import re
@@ -81,7 +82,7 @@ from posy.strategies.secure_aggregation import (
 SESSIONS = "secure-aggregation-"
 """Prefix of session names in a node's context."""
 MIN_CLIENTS = 2
-"""Minimum number of clients in a sum that a client joins, unless its site's policy demands more."""
+"""Minimum number of clients in a sum that a client joins, unless its site's policy requires more."""
 REPLIES = {TRAINING: "an update", EVALUATION: "scores", STATISTICS: "statistics"}
 """The content of a masked reply, keyed by purpose."""
 _NAME = re.compile(rf"[0-9]{{1,9}}-[0-9]{{1,9}}(-{EVALUATION})?|0-0-{STATISTICS}")
@@ -130,7 +131,7 @@ class Session:
     signature: list[bytes] = field(default_factory=list)
     """The list of survivors that the client has signed, and its signature together with the signer's public key."""
     revealed: bool = False
-    """Whether the client has revealed ``shares``. Later requests receive the same answer."""
+    """Whether the client has revealed ``shares``. Later requests receive the same reply."""
     early: bool = False
     """Whether the server requested the keys in the previous round, so that other clients may already know them."""
 
@@ -231,7 +232,7 @@ class Secrets:
 
 
 def answer(message: Message, context: Context, min_clients: int = MIN_CLIENTS) -> list[bytes]:
-    """Return a client's answer in any stage of a round except training and evaluation.
+    """Return a client's reply in any stage of a round except training and evaluation.
 
     Parameters
     ----------
@@ -329,7 +330,7 @@ def _shares(
     keys = [key for pair in public.values() for key in pair]
     if session.sealed:
         if (session.roster, session.public, session.view) != (list(public), keys, view):
-            raise ProtocolError("the client has already shared its secrets with different keys or a different cohort")
+            raise ProtocolError("the client has already shared its secrets for different keys or a different cohort")
         return session.sealed
     if public.get(client) != [public_key(session.masks), public_key(session.seals)]:
         raise ProtocolError("these are not this client's keys")
@@ -359,7 +360,7 @@ def _check_view(view: View, client: int, roster: Collection[int], min_clients: i
     """Raise :class:`ProtocolError` unless a round with this view reveals only sums over enough clients."""
     size, neighbourhood = len(view.cohort), view.neighbourhood
     if client not in view.cohort or len(set(view.cohort)) != size or size > MAX_CLIENTS:
-        raise ProtocolError("the cohort lacks this client, or has a client twice, or is too large")
+        raise ProtocolError("the cohort lacks this client, contains a client twice, or is too large")
     _check_size("the cohort", size, min_clients)
     if view.reach < 0 or neighbourhood > size or not set(roster) <= set(view.rosters()[client]):
         raise ProtocolError("the neighbours do not match the cohort")
@@ -388,7 +389,7 @@ def _check_view(view: View, client: int, roster: Collection[int], min_clients: i
 
 def _check_size(group: str, count: int, min_clients: int) -> None:
     if count < min_clients:
-        raise ProtocolError(f"{group} has {count} clients, and this site joins sums of at least {min_clients}")
+        raise ProtocolError(f"{group} has {count} clients; this site joins only sums over at least {min_clients}")
 
 
 def _refused(client_secrets: Secrets, session: Session, neighbour_keys: dict[int, list[bytes]]) -> dict[int, str]:
@@ -438,7 +439,7 @@ def _signed(client_secrets: Secrets, survivors: list[int], min_clients: int) -> 
     if not survivor_set.intersection(rosters[client]) <= set(session.peers):
         raise ProtocolError("a neighbour on the list of survivors has sent this client no shares")
     if not connected(survivor_set, rosters):
-        raise ProtocolError("shared secrets do not connect all survivors, so some survivors would have a separate sum")
+        raise ProtocolError("shared secrets do not connect all survivors, so some survivors would form a separate sum")
     session.survivors = survivors
     text = client_secrets.survivors_text(session, client)
     session.signature = client_secrets.signatures(session).sign(text)
@@ -541,7 +542,7 @@ class Masking:
         Raises
         ------
         OutOfRangeError
-            If the update contains NaN or infinite numbers, or changes a parameter by more than ``secure-range``.
+            If the update contains NaN or infinite values, or changes a parameter by more than ``secure-range``.
         ProtocolError
             If the client has already sent a different reply under these masks, because the server could compute the
             difference between the two.

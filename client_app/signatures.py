@@ -2,8 +2,8 @@
 
 A site has two entries in its node config. ``signing-key`` is the file with its private key, for example its node's key.
 ``trusted-keys`` is a directory with the public keys (``*.pub``) of all sites, as `posy certificates` creates them. The
-server cannot impersonate such a site. A client without these entries signs with a key made for the round. The protocol
-is the same, but the signatures then protect the client only if the server follows the protocol.
+server cannot impersonate such a site. A client without these entries signs with a key that it generates for the round.
+The protocol is the same, but the signatures then protect the client only if the server follows the protocol.
 """
 
 from collections.abc import Mapping
@@ -62,7 +62,7 @@ class Signatures(Protocol):
 
 
 class SiteSignatures:
-    """Signs with the key of a site, and accepts signatures by the trusted sites."""
+    """Signs with a site's key, and accepts the signatures of trusted sites."""
 
     colluders = True
 
@@ -105,7 +105,7 @@ class SiteSignatures:
 
 
 class RoundSignatures:
-    """Signs with a key made for one round, and accepts any key, even one from the server.
+    """Signs with a key generated for one round, and accepts any key, even one from the server.
 
     Parameters
     ----------

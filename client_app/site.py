@@ -1,4 +1,4 @@
-"""A node with local data: its name, a description of its data, and a check that the data does not change."""
+"""Describe a node with local data to the server, and check that the data does not change during a run."""
 
 import contextlib
 import hashlib

@@ -2,7 +2,7 @@
 
 The server names each version of a state. Each message names the version to start from, the version to write if the
 state changes, and the versions to keep for checkpoints. A repeated message therefore starts from the same state again,
-and a lost reply does no harm. A resumed run starts from earlier versions.
+and a lost reply is harmless. A resumed run starts from earlier versions.
 """
 
 import re
@@ -115,8 +115,8 @@ class StateStore(ABC):
     def load(self, client: int, named: Versions) -> State:
         """Return the state that a message starts from.
 
-        Versions that are older than the version to write are removed, unless the message names them. Newer versions
-        stay, because the message may be late, and a later message may need them.
+        Versions that are older than the version to write are removed, unless the message names them. Newer versions are
+        kept, because the message may have been delayed, and a later message may need them.
 
         Raises
         ------
@@ -162,7 +162,7 @@ class StateStore(ABC):
 class ContextStore(StateStore):
     """Stores states in a node's Flower context, which is lost when the node's process exits.
 
-    A node may host several clients. A resumed run has a new context, so this store keeps no versions for
+    A node may host several clients. A resumed run has a new context, so this store does not keep versions for
     checkpoints.
     """
 
@@ -191,7 +191,7 @@ class ContextStore(StateStore):
 class DirectoryStore(StateStore):
     """Stores one safetensors file per client and version in a run's directory.
 
-    A file is either complete or absent. ``durable`` says whether a written file must survive a power failure.
+    A file is either complete or absent. ``durable`` specifies whether a written file must survive a power failure.
     """
 
     def __init__(self, path: Path, *, durable: bool = True) -> None:

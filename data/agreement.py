@@ -40,7 +40,7 @@ from posy.metrics import CLASSES, VALUES
 from posy.settings import SettingsError, as_config
 
 MODES = {1: "L", 3: "RGB"}
-"""Pillow's image mode by number of channels."""
+"""Pillow's image modes, keyed by the number of channels."""
 _MAX_SIZE = 1 << 28  # maximum number of values in one sample
 _MAX_NAME = 300
 UNLIKE_MEAN, UNLIKE_SPREAD = 2.0, 10.0
@@ -88,14 +88,14 @@ class Description:
 
     @classmethod
     def from_answer(cls, answer: Mapping[str, Any]) -> "Description":
-        """Return the description in a site's answer.
+        """Return the description in a site's reply.
 
         Raises
         ------
         DataError
             If a value is implausible.
         KeyError, TypeError, ValueError
-            If the answer does not have the format that :meth:`as_answer` returns.
+            If the reply does not have the format that :meth:`as_answer` returns.
         """
         kind, shape = answer["kind"], tuple(int(size) for size in answer["shape"])
         mean, squares = (np.array(answer[key], np.float64) for key in ("mean", "squares"))
@@ -149,18 +149,18 @@ def is_complete(settings: DataSettings) -> bool:
 
 
 def open_encoder(settings: DataSettings, kind: str) -> bool:
-    """Return whether the run encodes tables, and the encoder is unset, so that the sites must agree on it."""
+    """Return whether the sites must agree on an encoder, because the run encodes tables and the encoder is unset."""
     return kind == "features" and not settings.encoder and (settings.missing == "impute" or bool(settings.categories))
 
 
 def open_statistics(settings: DataSettings, kind: str) -> bool:
-    """Return whether the features' mean or standard deviation, or the encoder, is unset, and the sites provide it."""
+    """Return whether the sites must provide statistics of the features, because a setting for them is unset."""
     is_open = not (settings.feature_mean and settings.feature_std)
     return TASK_KINDS.get(kind) in STANDARDISED and (is_open or open_encoder(settings, kind))
 
 
 def open_values(settings: DataSettings) -> bool:
-    """Return whether the mean or standard deviation of a regression's values is unset, as in open_statistics."""
+    """Return whether the sites must provide statistics of the values, because a setting for them is unset."""
     return settings.target == VALUES and not (settings.target_mean and settings.target_std)
 
 
@@ -292,8 +292,8 @@ def agreed(
     ------
     SettingsError
         If the user must decide: two kinds, shapes or sets of columns are equally common, a site's images would lose
-        their colours, or a class occurs at only one of several sites. Also if no site fits the settings, or if all
-        sites together have only one class.
+        their colours, or a class occurs at only one of several sites. The error is also raised if no site fits the
+        settings, or if the sites have only one class in total.
     """
     sites = _Sites(list(zip(names, descriptions, strict=True)))
     kind, shape = _agreed_form(sites, settings)
@@ -413,7 +413,7 @@ def with_encoder(
 
 
 def _unlike_columns(sites: Sequence[tuple[str, Description]], columns: Sequence[str]) -> list[str]:
-    """Return the warnings of :func:`unlike_features` for columns of numbers, each over the sites with enough values."""
+    """Return the warnings of :func:`unlike_features` for columns of numbers at sites with enough values."""
     warnings = []
     for number, column in enumerate(columns):
         measured = []
@@ -435,7 +435,7 @@ def _agreed_form(sites: "_Sites", settings: DataSettings) -> tuple[str, str]:
     kind, shape = settings.sample_kind, str(len(encoder.inputs)) if encoder else settings.input_shape
     if kind == "auto":
         kind = sites.most("sample-kind", "have different kinds of samples", lambda d: d.kind)
-    sites.keep(lambda d: d.kind == kind, lambda d: f"its samples are of the kind {d.kind}, but the run uses {kind}")
+    sites.keep(lambda d: d.kind == kind, lambda d: f"its samples are of kind {d.kind}, but the run uses {kind}")
     tables = kind == "features" and all(d.columns for _, d in sites.entries)
     names = names_in("feature-names", settings.feature_names) if settings.feature_names else ()
     names = encoder.inputs if encoder else names
@@ -496,7 +496,7 @@ def _value_moments(settings: DataSettings, descriptions: Sequence[Description]) 
 
 
 def _joint_scale(descriptions: Sequence[Description] | Sequence[Pooled]) -> tuple[str, str]:
-    """Return the mean and the standard deviation over the samples of several sites, as texts for settings."""
+    """Return the mean and the standard deviation over the samples of several sites, as strings for settings."""
     total = merged([Moments(d.count, np.full(d.mean.shape, d.count), d.mean, d.squares) for d in descriptions])
     scale = total.mean, deviation(total.mean, total.squares / total.rows)
     mean_text, std_text = (",".join(map(repr, values.tolist())) for values in scale)
@@ -536,7 +536,7 @@ def unlike_features(sites: Sequence[tuple[str, Description]], columns: Sequence[
 def _outliers(
     sites: Sequence[tuple[str, Description]], means: np.ndarray, variances: np.ndarray, logs: np.ndarray
 ) -> dict[int, list[str]]:
-    """Describe the outliers among three or more sites for each feature; the arguments are as in _pair_differences."""
+    """Describe the outliers among three or more sites for each feature. The arguments are as in _pair_differences."""
     warnings: dict[int, list[str]] = {}
     for site, (name, described) in enumerate(sites):
         other_sites = np.arange(len(sites)) != site
@@ -594,7 +594,7 @@ def _pair_differences(
 
 
 class _Sites:
-    """The sites still participating, with their names, and the warnings about all sites."""
+    """The remaining sites with their names, and the warnings about all sites."""
 
     def __init__(self, entries: list[tuple[str, Description]]) -> None:
         self.entries, self.warnings = entries, list[str]()

@@ -1,4 +1,4 @@
-"""Assign samples to clients, in some partitions with the partitioners of flwr-datasets."""
+"""Assign samples to clients, using the partitioners of flwr-datasets for some partitions."""
 
 import contextlib
 import io
@@ -23,15 +23,15 @@ _TRIES = 11
 _HOPELESS = 1e-3
 """Posy gives up after the first partitioner if the expected number of successful draws is below this value."""
 _SIMULATED = 100_000
-"""Number of clients that :func:`share_below` simulates, summed over its draws."""
+"""Total number of clients that :func:`share_below` simulates in all of its draws."""
 
 
 def dirichlet(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Parts:
     """Divide each class among the clients in Dirichlet proportions.
 
-    The function draws until each client has at least 10 samples, or fewer if the data set is small. If this fails, it
-    draws until each client has at least 2. ``dirichlet_balanced`` selects the rule of PFLlib and FedLab: a client that
-    already has 1/M of all samples gets no samples of later classes.
+    The function repeats the draw until each client has at least 10 samples, or fewer if the data set is small. If this
+    fails, it repeats the draw until each client has at least 2. ``dirichlet_balanced`` selects the rule of PFLlib and
+    FedLab: a client that already has 1/M of all samples gets no samples of later classes.
     """
     clients = settings.num_clients
     least = min(2, len(dataset) // clients)
@@ -151,7 +151,7 @@ def shards(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -
 
 
 def natural(dataset: Dataset, settings: DataSettings, _: np.random.Generator) -> Parts:
-    """Give each client one of the M largest groups, in group order; ties in size go to the lower group number."""
+    """Give each client one of the M largest groups, in group order. The lower group number breaks ties in size."""
     assert dataset.groups is not None
     groups, sizes = np.unique(dataset.groups, return_counts=True)
     chosen = groups[np.argsort(-sizes, kind="stable")[: settings.num_clients]]
@@ -176,7 +176,7 @@ class _Labels(datasets.Dataset):  # type: ignore[misc]
         return values[:] if isinstance(key, str) else values
 
     def select(self, indices: Any) -> Any:
-        """Return the row numbers; building a table instead would take most of a draw's time."""
+        """Return the row numbers, because building a table would take most of a draw's time."""
         return np.asarray(indices, np.int64)
 
     def sort(self, _: str) -> Any:
@@ -196,7 +196,7 @@ def _divide(
 ) -> Parts:
     """Divide samples by label with a partitioner, and return their indices per client.
 
-    With ``shuffled``, the samples are shuffled first; with ``ordered``, they are then sorted by label.
+    With ``shuffled``, the samples are shuffled first. With ``ordered``, they are then sorted by label.
     """
     seed = int(rng.integers(2**32))
     order = rng.permutation(len(dataset)) if shuffled else np.arange(len(dataset))

@@ -48,7 +48,7 @@ def client_data(
 ) -> ClientData:
     """Gather, shift and normalise a client's samples, or raise :class:`IndexError` if the client does not exist.
 
-    With `resized-crop`, the function crops each test and validation image once; the seed determines the crops. Training
+    With `resized-crop`, the function crops each test and validation image once. The seed determines the crops. Training
     draws a new crop of each training image in every epoch.
     """
     if not 0 <= client < len(part.train):

@@ -131,8 +131,8 @@ def _roles(header: Sequence[str], columns: Columns, where: str, coded: Sequence[
     repeated = [index for index in (label, *further) if index in inputs or index in (group, split)]
     if repeated:
         raise DataError(
-            f"{where}: the column {header[repeated[0]]!r} is the label of the site; use other columns, or name another "
-            "label in the policy of the site",
+            f"{where}: the column {header[repeated[0]]!r} is the site's label; use other columns, or name another "
+            "label in the site's policy",
             "label-column",
             header[repeated[0]],
         )

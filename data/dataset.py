@@ -20,7 +20,7 @@ from posy.data.text import UNKNOWN, tokenise
 from posy.data.values import as_features, channel_moments, check_scaled, deviation
 from posy.metrics import CLASSES, VALUES
 
-_LOG = getLogger("flwr")  # Flower's logger, so that messages appear in the log of the run
+_LOG = getLogger("flwr")  # Flower's logger, so that messages appear in the run's log
 Indices = tuple[tuple[np.ndarray, np.ndarray], ...]
 """(train, test) indices of each client."""
 
@@ -71,7 +71,7 @@ class Dataset:
 
 @dataclass(frozen=True, eq=False)
 class Content:
-    """The content of a file or folder, before it is assigned to a task."""
+    """The content of a file or folder, before a task is derived from it."""
 
     path: Path  # for messages
     kind: str  # image (uint8), image-float, features, series, text or tokens (word indices)
@@ -179,7 +179,7 @@ def fitted(
     imputes: bool = False,
     min_rows: int = 10,
 ) -> Dataset:
-    """Return the data set with statistics and a vocabulary derived from training samples alone.
+    """Return the data set with statistics and a vocabulary derived only from training samples.
 
     The mean and the standard deviation of each feature, and of each value of a regression, are computed over the
     training samples of all clients. A constant feature is only centred. Texts become tokens, with one token for each of
@@ -199,7 +199,7 @@ def fitted(
     imputes : bool
         Whether the rows of tables are encoded even if they have no categories, so that missing values are allowed.
     min_rows : int
-        Number of training samples that a one-hot column of a table needs.
+        Minimum number of training samples for a one-hot column of a table.
 
     Raises
     ------
@@ -260,7 +260,7 @@ def _encoded(dataset: Dataset, rows: np.ndarray, *, imputes: bool, min_rows: int
 
 
 def _without_one_hot(encoder: Encoder | None, mean: np.ndarray, std: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean and the standard deviation with 0 and 1 for one-hot columns, which are not scaled."""
+    """Return the mean and the standard deviation, set to 0 and 1 for one-hot columns, which are not scaled."""
     if encoder is None:
         return mean, std
     return np.where(encoder.is_number, mean, 0.0), np.where(encoder.is_number, std, 1.0)

@@ -45,7 +45,7 @@ def load_clients(settings: DataSettings, data_dir: Path, seed: int) -> tuple[Dat
 
 
 def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:
-    """Load a data set by name or path; if ``max_samples`` limits it, the seed selects the subset.
+    """Load a data set by name or path. If ``max_samples`` limits it, the seed selects the subset.
 
     Features are not yet standardised, and texts are not yet tokenised: :func:`posy.data.dataset.fitted`, which does
     both, needs the partition.
@@ -104,7 +104,7 @@ def _check_task(dataset: Dataset, settings: DataSettings) -> None:
         )
     if settings.sample_kind not in ("auto", dataset.sample_kind):
         raise SettingsError(
-            f"sample-kind = {settings.sample_kind!r}: {dataset.name} has samples of the kind {dataset.sample_kind}; "
+            f"sample-kind = {settings.sample_kind!r}: {dataset.name} has samples of kind {dataset.sample_kind}; "
             "remove sample-kind"
         )
 
@@ -120,12 +120,12 @@ def _check_resized(dataset: Dataset, settings: DataSettings) -> None:
         if expected[0] and (task.kind != kind or sizes != expected):
             shape = "x".join(map(str, sizes if task.kind == kind else task.input_shape))
             raise SettingsError(
-                f"{key} = {expected[0]} cannot be combined with {dataset.name}, which holds samples of the kind "
-                f"{task.kind} and the size {shape}: only {reason}; set {key} = 0"
+                f"{key} = {expected[0]} cannot be combined with {dataset.name}, whose samples are of kind {task.kind} "
+                f"and size {shape}: only {reason}; set {key} = 0"
             )
     if settings.vocabulary != DataSettings.vocabulary and dataset.sample_kind != "text":
         raise SettingsError(
-            f"vocabulary = {settings.vocabulary} cannot be combined with {dataset.name}, which holds samples of the "
+            f"vocabulary = {settings.vocabulary} cannot be combined with {dataset.name}, whose samples are of "
             f"kind {dataset.sample_kind}: only texts need a vocabulary; set vocabulary = {DataSettings.vocabulary}"
         )
 

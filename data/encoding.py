@@ -1,7 +1,7 @@
 """Encode the rows of a table: impute missing values, and encode categories as one-hot columns.
 
 An :class:`Encoder` contains only statistics of the federation. All clients use the same encoder, so they produce the
-same columns. A one-hot column represents a category, the missing values of a column, or its rare values together. It
+same columns. A one-hot column represents a category, the missing values of a column, or all of its rare values. It
 exists only if enough training rows have such a value, either at one site or, without sites, among all training samples.
 Other rare values, and values that do not occur in training, have zeros in all one-hot columns of their column.
 """
@@ -20,11 +20,11 @@ from posy.data.values import deviation, moments
 from posy.settings import SettingsError
 
 MAX_NAME, MAX_CATEGORIES = 300, 1000
-"""Maximum numbers of characters in the name of a category, and of categories in a column."""
+"""Maximum number of characters in a category's name, and maximum number of categories in a column."""
 NO_ENCODER = "none"
 """The value of the setting `encoder` for a run whose sites have no tables."""
 NUMBER, CATEGORY, EMPTY = "number", "category", ""
-"""The kinds of columns; a column without values is empty."""
+"""The kinds of columns. A column without values is empty."""
 Categories = tuple[tuple[str, ...] | None, ...]
 """The names of the categories in each column, or None for a column of numbers. Empty if all columns are numbers."""
 
@@ -53,7 +53,7 @@ class EncodedColumn:
             raise missing_value(f"{where}: column {self.name}: {count} missing values", self.name, count)
         if self.mean is not None:
             if categories is not None:
-                raise DataError(f"{where}: column {self.name} has categories; numbers are needed", "not-a-number")
+                raise DataError(f"{where}: column {self.name} contains categories instead of numbers", "not-a-number")
             parts = [np.where(gaps, self.mean, values)]
             rare = np.zeros(len(values), bool)
         else:
@@ -196,8 +196,8 @@ def _is_valid(column: EncodedColumn) -> bool:
 class TableFacts:
     """Facts about a site's training rows, or about all training samples, with one entry for each of K columns.
 
-    A number of rows below the minimum is never part of the facts. If a column has too few values, its facts are those
-    of an empty column. If it has too few missing values, it counts as complete.
+    The facts never include a count below the minimum number of rows. If a column has too few values, its facts are
+    those of an empty column. If it has too few missing values, it counts as complete.
     """
 
     kinds: tuple[str, ...]  # NUMBER, CATEGORY or EMPTY

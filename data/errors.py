@@ -1,4 +1,4 @@
-"""Errors and notes about data, and the part of each that other machines may receive."""
+"""Errors and notes about data, and the messages that other machines may receive about them."""
 
 from collections.abc import Sequence
 
@@ -9,16 +9,16 @@ CODES = {
     "missing-value": "a value is missing",
     "not-a-number": "a cell is not a finite number in the range of float32",
     "wrong-label": "a label is missing, or is neither a whole number nor a string",
-    "wrong-target": "its labels do not suit the task of the run",
+    "wrong-target": "its labels do not suit the run's task",
     "missing-column": "a column that the run names does not exist",
-    "label-column": "the run uses the label of the site as another column",
+    "label-column": "the run uses the site's label column for another purpose",
     "other-columns": "its columns differ from the run's columns",
     "other-kind": "the kind of its samples differs from the run's kind",
     "other-shape": "the shape of its samples differs from the run's shape",
     "other-classes": "it has labels that are not classes of the run",
     "extreme-value": "a feature may exceed the range of float32 after standardisation",
     "long-label": "a label or a category is too long for a masked sum",
-    "no-encoder": "its table has categories or missing values, but the settings of the run contain no encoder",
+    "no-encoder": "its table has categories or missing values, but the run's settings do not contain an encoder",
     "no-folds": "its data comes with a test set, so the run cannot use folds",
     "too-few-rows": "it has too few rows",
     "changed-data": "its data has changed during the run; start a new run",
@@ -32,7 +32,7 @@ class DataError(ValueError):
     Parameters
     ----------
     message : str
-        The message on the machine with the data. It may contain paths, labels and cells.
+        The message for the machine that stores the data. It may contain paths, labels and cells.
     code : str
         The key in :data:`CODES` of the error that other machines receive.
     column : str
@@ -46,7 +46,7 @@ class DataError(ValueError):
         self.code, self.column, self.count = code, column, count
 
     def shared(self, min_rows: int) -> str:
-        """Return the message for other machines: code, column and count. A count below ``min_rows`` is not exact."""
+        """Return the message for other machines, in which a count below ``min_rows`` is not exact."""
         column = f", column {self.column}" if self.column else ""
         counted = str(self.count) if self.count >= min_rows else f"below {min_rows}"
         count = f", count {counted}" if self.count else ""
@@ -54,7 +54,7 @@ class DataError(ValueError):
 
 
 class Note(str):
-    """A warning about data. ``shared`` is the text for other machines. If it is empty, they receive no text."""
+    """A warning about data. ``shared`` is the text for other machines, which receive nothing if it is empty."""
 
     __slots__ = ("shared",)
     shared: str

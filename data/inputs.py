@@ -47,7 +47,7 @@ def normalised(x: Tensor, kind: str, mean: np.ndarray, std: np.ndarray) -> Tenso
 
 @dataclass(frozen=True, eq=False)
 class Preprocessing:
-    """Preprocessing of samples for a network; its attributes are named as in :class:`posy.data.dataset.Dataset`."""
+    """Preprocessing of samples for a network, with attributes named as in :class:`posy.data.dataset.Dataset`."""
 
     task: Task
     sample_kind: str
@@ -80,10 +80,10 @@ class Preprocessing:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read the JSON that :meth:`to_json` returns; other text raises ValueError, KeyError or TypeError."""
+        """Read the JSON that :meth:`to_json` returns, or raise ValueError, KeyError or TypeError for other text."""
         stored = json.loads(text)
         kind, classes = stored["kind"], tuple(stored["classes"])
-        target = stored.get("target", CLASSES)  # earlier versions of Posy only classify
+        target = stored.get("target", CLASSES)  # earlier versions of Posy supported only classification
         values = (tuple(stored.get(key, ())) for key in ("value-mean", "value-std"))
         task = Task(TASK_KINDS[kind], tuple(stored["shape"]), classes, stored["vocabulary"], target, *values)
         mean, std = (np.array(stored[key], stored["type"]) for key in ("mean", "std"))
@@ -212,7 +212,7 @@ class Preprocessing:
         return np.pad(array.astype(np.int64), (0, length - len(array)))
 
     def _numbers(self, sample: Any) -> np.ndarray:
-        """Return the numbers of an array-like sample."""
+        """Convert an array-like sample to an array of numbers, or raise :class:`DataError` if this is impossible."""
         if isinstance(sample, str | Path | Image.Image):
             raise self._refused("an image" if isinstance(sample, Image.Image) else f"{str(sample)!r:.80}")
         try:

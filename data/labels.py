@@ -52,8 +52,8 @@ def as_labels(y: np.ndarray, where: str) -> np.ndarray:
     Raises
     ------
     DataError
-        If there is not exactly one label per sample. Also if a label is empty or NaN, has a fractional part, or is a
-        float that its type cannot distinguish from the next whole number.
+        If there is not exactly one label per sample. The error is also raised if a label is empty or NaN, has a
+        fractional part, or is a float that its type cannot distinguish from the next whole number.
     """
     y = np.asarray(y)
     if y.ndim > 1 and y.size == len(y):
@@ -97,14 +97,14 @@ def _as_names(y: np.ndarray, where: str) -> np.ndarray:
 
 
 def joined_labels(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Join label arrays returned by :func:`as_labels`; if some are strings, numbers become strings."""
+    """Join label arrays returned by :func:`as_labels`. If some are strings, numbers become strings."""
     if len({part.dtype.kind for part in parts}) > 1:
         parts = [part.astype(str) for part in parts]
     return np.concatenate(parts)
 
 
 def known_labels(y: np.ndarray, num_classes: int, where: str) -> np.ndarray:
-    """Return the labels of data with C known classes as int64; raise :class:`DataError` unless all are 0..C-1."""
+    """Return the labels of data with C known classes as int64, or raise :class:`DataError` unless all are 0..C-1."""
     labels = as_labels(y, where)
     if labels.dtype.kind != "i":
         raise DataError(f"{where}: the label {labels[0]!s:.60} is a string; allowed: 0 to {num_classes - 1}")

@@ -63,7 +63,7 @@ class Partition:
 
 
 def small_clients(part: Partition, dataset: Dataset) -> dict[str, list[int]]:
-    """Return the clients with one training sample, one class in training, or no test sample, keyed by this reason."""
+    """Return the clients that have one training sample, one training class, or no test samples, keyed by the reason."""
     one_sample = [client for client, rows in enumerate(part.train) if len(rows) == 1]
     one_class: list[int] = []
     if dataset.task.target == CLASSES:
@@ -133,7 +133,7 @@ def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
 
 
 def strata_of(dataset: Dataset, settings: DataSettings) -> Strata:
-    """Return the classes and the groups that the splits of a data set respect."""
+    """Return the classes and the groups according to which the samples of a data set are split."""
     is_stratified = settings.stratify and dataset.task.target == CLASSES
     return Strata(dataset.y if is_stratified else None, dataset.split_groups)
 
@@ -350,14 +350,14 @@ def share_test_set(counts: np.ndarray, available: np.ndarray, rng: np.random.Gen
 def _divided(
     dataset: Dataset, test: np.ndarray, train: Sequence[np.ndarray], rng: np.random.Generator
 ) -> list[np.ndarray]:
-    """Divide the indices of a test set among clients, in the numbers that :func:`share_test_set` returns."""
+    """Divide the indices of a test set among clients, using the counts that :func:`share_test_set` returns."""
     num_classes, y = dataset.task.num_classes, dataset.y
     if dataset.task.target != CLASSES:  # all samples count as one class
         num_classes, y = 1, np.zeros(len(dataset), np.int64)
     available = np.bincount(y[test], minlength=num_classes)
     shares = share_test_set(_class_counts(train, y, num_classes), available, rng)
     if unused := int(available.sum() - shares.sum()):
-        log(WARNING, "%s: %s test samples are of classes that no client trains on; not used", dataset.name, unused)
+        log(WARNING, "%s: %s test samples are not used: no client trains on their classes", dataset.name, unused)
     parts: list[list[np.ndarray]] = [[test[:0]] for _ in train]
     for label in np.flatnonzero(shares.any(0)):
         pool = rng.permutation(test[y[test] == label])
@@ -453,7 +453,7 @@ def _from_file(
 
 
 def _listed_clients(path: Path, size: int, settings: DataSettings) -> tuple[list[Any], bool]:
-    """Return each client's index lists from a partition file, and whether the file separates training and test."""
+    """Return each client's index lists from a partition file, and whether the file lists test samples separately."""
     content = read_json(path)
     splits: dict[str, Any] = content if isinstance(content, dict) else {"all": content}
     if set(splits) not in ({"all"}, {"train", "test"}) or not all(isinstance(s, list) for s in splits.values()):
@@ -467,7 +467,7 @@ def _listed_clients(path: Path, size: int, settings: DataSettings) -> tuple[list
         parts = tuple(_indices(values, size, f"{path}: client {client}") for values in lists)
         indices, times = np.unique(np.concatenate(parts), return_counts=True)
         if (times > 1).any():
-            raise DataError(f"{path}: client {client} lists sample {indices[times > 1][0]} twice; once is allowed")
+            raise DataError(f"{path}: client {client} lists sample {indices[times > 1][0]} twice; list it only once")
         clients.append(parts)
     return clients, "all" not in splits
 

@@ -18,14 +18,14 @@ from posy.data.labels import label_name
 from posy.settings import SettingsError
 
 WORD_BITS = 64
-"""Number of bits of each whole number in the masked sum."""
+"""Number of bits in each whole number of the masked sum."""
 SCALE_BITS = 200
 """Sites send n · mean in units of 2^-200, and sums of squares in units of 2^-400."""
 SUM_WORDS, SQUARE_WORDS = 6, 11
 """Number of words for n · mean and for the sum of squares: 368 and 696 bits if n < 2^40 and values fit float32."""
 CELLS, CHOICES, NAME_BYTES = 768, 3, 120
 """Number of cells in the label table, number of cells per label, and maximum number of UTF-8 bytes in a label."""
-_NAME_WORDS = NAME_BYTES // 8 + 1  # one spare word: the sum of names over sites does not overflow
+_NAME_WORDS = NAME_BYTES // 8 + 1  # one extra word, so that the sum of the names cannot overflow
 _CELL_WORDS = 1 + 2 + _NAME_WORDS
 _FACT, _CATEGORICAL, _MISSING, _OTHER = "\x01", "categories", "missing", "other"
 
@@ -44,7 +44,7 @@ class Pooled:
     squares: np.ndarray
     """Sum of each feature's squared deviations from its mean, float64 ``(F,)``."""
     facts: list[TableFacts] = field(default_factory=list)
-    """Facts about all tables together, if the run needs an encoder."""
+    """Combined facts about the sites' tables, if the run needs an encoder."""
     present: np.ndarray = field(default_factory=lambda: np.empty(0))
     """Number of rows with a value in each column, float64 ``(F,)``, if the run needs an encoder."""
 
@@ -54,7 +54,7 @@ class Pooled:
         return Moments(self.count, self.present, self.mean, self.squares)
 
     def divided(self, features: int) -> "tuple[Pooled, Pooled]":
-        """Return the statistics of the first ``features`` numbers, and of the rest (the regression targets)."""
+        """Return the statistics of the first ``features`` entries, and of the others (the regression targets)."""
         parts = ((self.mean[part], self.squares[part]) for part in (slice(features), slice(features, None)))
         first, second = (replace(self, mean=mean, squares=squares) for mean, squares in parts)
         return first, second
@@ -78,8 +78,8 @@ def numbers_of(
     mean, squares : numpy.ndarray
         Mean of each feature, and sum of its squared deviations, float64 ``(F,)``; ``F`` may be 0.
     table : TableFacts, optional
-        Facts about the site's table, if the run needs an encoder. The mean of each of its columns then covers the rows
-        with a value. Further numbers cover all rows.
+        Facts about the site's table, if the run needs an encoder. The mean of each column of the table then covers only
+        the rows with a value. The means of regression targets cover all rows.
 
     Raises
     ------
@@ -161,7 +161,7 @@ def _signed(sums: Sequence[int]) -> int:
 
 # -- facts about tables ----------------------------------------------------------------------------------
 #
-# The categories of the columns, and the columns with missing or rare values, are listed in the same way as the labels.
+# The categories of the columns, and the columns with missing or rare values, are encoded in the same way as the labels.
 
 
 def _fact_names(table: TableFacts | None) -> list[str]:
@@ -177,7 +177,7 @@ def _fact_names(table: TableFacts | None) -> list[str]:
 
 
 def _facts_in(names: Iterable[str], counts: Sequence[int]) -> TableFacts:
-    """Return the facts in the names of all sites; raise :class:`SettingsError` if a site has sent wrong names."""
+    """Return the facts in the names of all sites, or raise :class:`SettingsError` if a site has sent wrong names."""
     facts: list[set[str]] = [set() for _ in counts]
     try:
         for name in names:
@@ -209,8 +209,8 @@ def _table_of(names: Iterable[str]) -> list[int]:
         text = name.encode()
         if len(text) > NAME_BYTES:
             raise DataError(
-                f"a label or a category has {len(text)} bytes; with secure-aggregation at most {NAME_BYTES} are "
-                "possible; shorten it, or set classes for labels",
+                f"a label or a category has {len(text)} bytes; with secure-aggregation, at most {NAME_BYTES} are "
+                "allowed; shorten it, or set classes for labels",
                 "long-label",
             )
         check, label_cells = _hashes(text)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from posy.metrics import CLASSES, VALUES
 
 FLAMBY = "flamby"
-"""The value of `protocol` for the preparation of FLamby's Fed-Heart-Disease."""
+"""The value of `protocol` that selects the preparation of FLamby's Fed-Heart-Disease."""
 CIFAR20 = {
     "aquatic_mammals": "beaver dolphin otter seal whale",
     "fish": "aquarium_fish flatfish ray shark trout",
@@ -75,13 +75,13 @@ def describe() -> list[tuple[str, str, str, str]]:
 
 DATASETS = {
     "digits": Published(
-        "1,797 grey 8x8 digits",
+        "1,797 greyscale 8x8 digits",
         where="nothing: comes with scikit-learn",
         reader="read_digits",
         has_test_set=False,
     ),
     "heart-disease": Published(
-        "920 patients of four hospitals, 13 columns with categories and missing values, 2 classes; groups: hospitals",
+        "920 patients at four hospitals, 13 columns with categories and missing values, 2 classes; groups: hospitals",
         reader="read_heart_disease",
         where="nothing: comes with Posy",
         has_test_set=False,
@@ -90,16 +90,16 @@ DATASETS = {
         features=True,
     ),
     "diabetes": Published(
-        "442 patients, 10 features, 1 value: progression of diabetes in a year (Efron et al., 2004)",
+        "442 patients, 10 features, 1 value: disease progression one year after baseline (Efron et al., 2004)",
         reader="read_diabetes",
         where="nothing: comes with scikit-learn",
         has_test_set=False,
         features=True,
         target=VALUES,
     ),
-    "mnist": Published("70,000 grey 28x28 digits", DIGITS, (28, 28, 1), torchvision=("MNIST", "MNIST/raw")),
+    "mnist": Published("70,000 greyscale 28x28 digits", DIGITS, (28, 28, 1), torchvision=("MNIST", "MNIST/raw")),
     "fmnist": Published(
-        "70,000 grey 28x28 images of clothes, 10 classes",
+        "70,000 greyscale 28x28 images of clothing, 10 classes",
         ("T-shirt/top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot"),
         (28, 28, 1),
         torchvision=("FashionMNIST", "FashionMNIST/raw"),
@@ -125,14 +125,14 @@ DATASETS = {
         where="cifar20.npz, or the files of cifar100",
     ),
     "emnist-letters": Published(
-        "145,600 grey 28x28 letters, 26 classes",
+        "145,600 greyscale 28x28 letters, 26 classes",
         tuple(string.ascii_lowercase),
         (28, 28, 1),
         torchvision=("EMNIST", "EMNIST/raw"),
         reader="read_emnist",
     ),
     "femnist": Published(
-        "grey 28x28 digits and letters, 62 classes; groups: writers",
+        "greyscale 28x28 digits and letters, 62 classes; groups: writers",
         tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase),
         reader="read_femnist",
         where="LEAF's femnist/train/*.json and femnist/test/*.json, or femnist.npz",

@@ -23,7 +23,7 @@ WITHOUT_TEST_SET = " | ".join(name for name, published in DATASETS.items() if no
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Settings for the samples and their assignment to clients. Some require ``dataset=sites``; others exclude it."""
+    """Settings for the samples and their assignment to clients, some of which require or exclude ``dataset=sites``."""
 
     dataset: str = setting(
         "digits",
@@ -92,8 +92,8 @@ class DataSettings:
     )
     min_category_rows: int = setting(
         10,
-        "tables: number of training samples that a category, or the missing values of a column, need for a one-hot "
-        "column; sites use `min-rows` of their policy",
+        "tables: minimum number of training samples for a one-hot column, which represents a category or the missing "
+        "values of a column; sites use `min-rows` of their policy",
         minimum=1,
         needs="dataset != sites",
         samples="features",
@@ -284,8 +284,8 @@ class DataSettings:
     sample_kind: str = setting(
         "auto",
         "kind of the samples; `image`: whole-number pixels; `series`: time series (N, T, F) of T steps and F channels; "
-        "`tokens`: word indices; `auto`: derived from the shape and the numbers, with sites the kind that most of them "
-        "have",
+        "`tokens`: word indices; `auto`: derived from the shape and the values or, with sites, the most common kind "
+        "among them",
         choices=("auto", "image", "image-float", "features", "series", "text", "tokens"),
     )
     input_shape: str = setting(
@@ -405,7 +405,7 @@ def located(settings: DataSettings) -> DataSettings:
 
 
 def _with_clients(settings: DataSettings, published: Published) -> DataSettings:
-    """Return the settings for a published data set that may come with clients and with a table's columns."""
+    """Return the settings for a published data set, which may define the clients and the columns of categories."""
     if not published.clients:
         return settings
     is_flamby, is_default = settings.protocol == FLAMBY, settings.partition in (DataSettings.partition, "natural")

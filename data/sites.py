@@ -1,4 +1,4 @@
-"""Read and describe a site's data, and load it for the task of the run.
+"""Read and describe a site's data, and load it for the run's task.
 
 Every site checks its data against the run's settings and rejects data that does not fit (see
 :mod:`posy.data.agreement`). The site's policy decides which rows are test samples, so no run setting can select rows.
@@ -68,9 +68,10 @@ def read_site(path: Path, settings: DataSettings, policy: Policy, skip_unreadabl
 def describe_site(content: Content, settings: DataSettings, policy: Policy, *, masked: bool = False) -> Description:
     """Describe a site's data, including any statistics and labels that the settings do not specify.
 
-    The mean and the variance of the features are taken over all rows outside the test split. These rows do not depend
-    on the run's settings. The description lists only labels that occur in at least ``policy.min_rows`` of them. With
-    ``masked``, it has neither statistics nor labels, because the site adds :func:`site_numbers` to a masked sum.
+    The mean and the variance of the features are computed over all rows outside the test split. These rows do not
+    depend on the run's settings. The description lists only labels that occur in at least ``policy.min_rows`` of these
+    rows. With ``masked``, it contains neither statistics nor labels, because the site adds :func:`site_numbers` to a
+    masked sum.
 
     Raises
     ------
@@ -183,15 +184,15 @@ def load_site(content: Content, settings: DataSettings, policy: Policy) -> tuple
 def site_split(content: Content, settings: DataSettings, policy: Policy) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices of a site's rows for training (including validation) and for tests, int64.
 
-    The test rows are the supplied test set, or else a random ``policy.test_fraction`` of the rows. A hash of the data
-    seeds the draw, so each version of the data has exactly one split, which no run setting can change. If the policy
-    allows folds, a run's ``fold`` selects one of ``policy.folds`` fixed splits.
+    The test rows are the supplied test set, or else a random ``policy.test_fraction`` of the rows. The draw is seeded
+    with a hash of the data. Each version of the data therefore has exactly one split, which no run setting can change.
+    If the policy allows folds, a run's ``fold`` selects one of ``policy.folds`` fixed splits.
 
     Raises
     ------
     DataError
-        If no row is left for training, or if a run uses folds, and the data has a supplied test set or a fold has too
-        few rows.
+        If no row is left for training, if a run uses folds although the data comes with a test set, or if a fold has
+        too few rows.
     """
     rows = np.arange(len(content.labels))
     if content.is_test is not None:
@@ -203,8 +204,8 @@ def site_split(content: Content, settings: DataSettings, policy: Policy) -> tupl
         ((train, test),) = split_folds([rows], policy.folds, settings.fold, rng, _strata(content, policy))
         if len(test) < policy.min_rows:
             raise DataError(
-                f"{content.path}: fold {settings.fold} of {policy.folds} has {len(test)} rows; the site's policy needs "
-                f"min-rows = {policy.min_rows}",
+                f"{content.path}: fold {settings.fold} of {policy.folds} has {len(test)} rows; the site's policy "
+                f"requires min-rows = {policy.min_rows}",
                 "too-few-rows",
             )
     else:
@@ -216,7 +217,7 @@ def site_split(content: Content, settings: DataSettings, policy: Policy) -> tupl
 
 
 def _strata(content: Content, policy: Policy) -> Strata:
-    """Return the classes and the groups that a site's splits respect."""
+    """Return the classes and the groups according to which a site's rows are split."""
     is_stratified = policy.stratify and content.target == CLASSES
     return Strata(content.distinct[0] if is_stratified else None, content.split_groups)
 
@@ -251,7 +252,7 @@ def _check_rows(content: Content, count: int, policy: Policy) -> None:
     """Raise :class:`DataError` if a site has too few rows for training."""
     if count < policy.min_rows:
         raise DataError(
-            f"{content.path}: {count} rows for training; the site's policy needs min-rows = {policy.min_rows}",
+            f"{content.path}: {count} rows for training; the site's policy requires min-rows = {policy.min_rows}",
             "too-few-rows",
         )
 
@@ -265,7 +266,7 @@ def _frequent_classes(content: Content, rows: np.ndarray, policy: Policy) -> tup
     frequent = tuple(name for name, count in zip(names, counts, strict=True) if count >= policy.min_rows)
     if rare := len(names) - len(frequent):
         text = (
-            f"{rare} of its labels stay at the site: they have fewer than {policy.min_rows} rows (min-rows); "
+            f"{rare} of its labels do not leave the site: they have fewer than {policy.min_rows} rows (min-rows); "
             "set classes if the run needs them"
         )
         return frequent, [Note(text)]
@@ -275,12 +276,12 @@ def _frequent_classes(content: Content, rows: np.ndarray, policy: Policy) -> tup
 def _far_notes(
     x: np.ndarray, train: np.ndarray, mean: np.ndarray, std: np.ndarray, columns: tuple[str, ...], min_rows: int
 ) -> list[Note]:
-    """Return a note for each feature whose mean at this site is far from the run's, which may indicate other units."""
+    """Return a note for each feature whose mean at this site is far from the run's mean."""
     distances = np.abs(channel_moments(x, train)[0] - mean) / std
     notes = []
     for feature in np.flatnonzero(distances > UNLIKE_MEAN)[:MAX_UNLIKE]:
-        start = f"feature {columns[feature] if columns else feature}: the mean of this site is "
-        end = " from the mean of the run; check the units"
+        start = f"feature {columns[feature] if columns else feature}: this site's mean is "
+        end = " from the run's mean; check the units"
         distance = f"{distances[feature]:.2g} standard deviations" if len(train) >= min_rows else "far"
         notes.append(Note(start + distance + end, f"{start}far{end}"))
     return notes
@@ -315,7 +316,7 @@ def check_content(content: Content, kind: str, target: str, names: tuple[str, ..
         raise DataError(f"{content.path}: {content.kind} samples; the run's sample-kind is {kind}", "other-kind")
     if content.target != target:
         raise DataError(
-            f"{content.path}: its labels are {content.target}; the task of the run needs {target}",
+            f"{content.path}: its labels are {content.target}; the run's task needs {target}",
             "wrong-target",
         )
     if content.columns and names and (mismatch := difference(content.columns, names)):
@@ -353,11 +354,11 @@ def _sample_shape(content: Content) -> tuple[int, ...]:
 
 
 def _partition(content: Content, settings: DataSettings, policy: Policy) -> tuple[Partition, list[Note]]:
-    """Return a site's split, including the run's validation split, and notes on splits that are too small for scores.
+    """Return a site's split, including the run's validation split, and notes on splits that are too small to be scored.
 
-    A test or validation split that would have fewer than ``min_rows`` rows is left empty, because its scores could
-    reveal a row. The rows of a validation split that is too small stay in training. Otherwise, runs with and without
-    validation would train on data that differs by just these few rows.
+    If a test or validation split would have fewer than ``min_rows`` rows, it is left empty, because its scores could
+    reveal a row. The rows of a validation split that is too small stay in the training split. Otherwise, the training
+    data of runs with and without validation would differ in only these few rows.
     """
     pair = site_split(content, settings, policy)
     rng = np.random.default_rng(_seed(content, "validation"))
@@ -369,7 +370,9 @@ def _partition(content: Content, settings: DataSettings, policy: Policy) -> tupl
         rows = getattr(part, name)[0]
         if 0 < len(rows) < policy.min_rows:
             part = replace(part, **{name: (rows[:0],)})
-            notes.append(Note(f"fewer than {policy.min_rows} {name} rows (min-rows): this site sends no {name} scores"))
+            notes.append(
+                Note(f"fewer than {policy.min_rows} {name} rows (min-rows): this site does not send {name} scores")
+            )
     return part, notes
 
 
@@ -381,7 +384,7 @@ def numbers_in_run(content: Content, names: tuple[str, ...]) -> np.ndarray:
         raise DataError(
             f"{content.path}: label {site_names[number]!r} of sample {int(np.argmax(y == number))} is not a class of "
             f"the run; allowed: {', '.join(names)}",
-            "other-classes",  # no count, which would reveal the number of rows with a label that a run names
+            "other-classes",  # no count, because it would reveal how many rows have a label that the run names
         )
     return renumbered(y, site_names, names)
 
@@ -390,7 +393,7 @@ def targets_in_run(content: Content, names: tuple[str, ...]) -> np.ndarray:
     """Return a site's labels or values ``(N, C)`` in the order of the run's names."""
     if mismatch := difference(content.class_names, names):
         raise DataError(
-            f"{content.path}: its labels or values differ from the names of the run ({mismatch})", "other-classes"
+            f"{content.path}: its labels or values differ from the run's names ({mismatch})", "other-classes"
         )
     y: np.ndarray = content.labels[:, [content.class_names.index(name) for name in names]]
     return y

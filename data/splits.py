@@ -10,7 +10,7 @@ from posy.data.dataset import Indices
 
 @dataclass(frozen=True, eq=False)
 class Strata:
-    """The classes that each split should contain in proportion, and the groups of samples that stay together."""
+    """The classes whose proportions each split should preserve, and the groups of samples that stay together."""
 
     labels: np.ndarray | None = None
     """``(N,)`` int64 class of each sample of the data set; None: random splits."""
@@ -19,7 +19,7 @@ class Strata:
 
 
 RANDOM = Strata()
-"""Random splits of single samples."""
+"""Random splits of individual samples."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,9 +62,10 @@ def count_aside(count: int, fraction: float) -> int:
 def split(parts: Sequence[np.ndarray], fraction: float, rng: np.random.Generator, strata: Strata = RANDOM) -> Indices:
     """Return the (remaining, set-aside) indices of each client, with a random ``fraction`` of its samples set aside.
 
-    With labels, the classes are set aside in proportion (Sainte-Laguë's method), and at least one group of each class
-    if the fraction is large enough. A class with a single group remains, unless the other classes do not suffice. With
-    groups, the number of samples is only close to the fraction.
+    Given labels, the function sets aside groups of each class in proportion to the size of the class (Sainte-Laguë's
+    method). It sets aside at least one group per class if the fraction is large enough. The only group of a class is
+    set aside only if the other classes have too few groups. Given groups, the share of samples that is set aside only
+    approximates ``fraction``.
 
     If a client has two or more groups, neither part is empty.
     """
@@ -74,12 +75,12 @@ def split(parts: Sequence[np.ndarray], fraction: float, rng: np.random.Generator
 def split_folds(
     parts: Sequence[np.ndarray], folds: int, fold: int, rng: np.random.Generator, strata: Strata = RANDOM
 ) -> Indices:
-    """Return the (remaining, set-aside) indices of each client in one of ``folds`` folds, numbered from 1.
+    """Return the (remaining, set-aside) indices of each client for one of ``folds`` folds, numbered from 1.
 
-    The folds of a generator's state differ only in ``fold``: each sample of a client with two or more groups is set
-    aside in exactly one fold. With labels, the folds divide the samples of each class evenly. A client with fewer
-    groups than folds has folds in which nothing is set aside. The sample of a client with a single group is never set
-    aside.
+    For the same state of ``rng``, all values of ``fold`` refer to the same division into folds. Each sample of a client
+    with two or more groups is therefore set aside in exactly one fold. Given labels, the samples of each class are
+    divided evenly among the folds. If a client has fewer groups than folds, some folds set aside none of its samples.
+    The samples of a client with a single group are never set aside.
     """
     pairs = []
     for part in parts:
@@ -90,7 +91,7 @@ def split_folds(
 
 
 def _halves(groups: _Groups, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Set aside about ``count`` samples; see :func:`split`."""
+    """Set aside about ``count`` samples, as described in :func:`split`."""
     order = _order(groups.strata)
     aside = np.zeros(len(order), bool)
     total = 0
@@ -104,10 +105,11 @@ def _halves(groups: _Groups, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _order(strata: np.ndarray) -> np.ndarray:
-    """Return the order in which groups are set aside, ``(G,)`` int64.
+    """Return the indices of the groups in the order in which they are set aside, ``(G,)`` int64.
 
-    The r-th of n groups in a stratum has the key (r - 1/2) / n, as in Sainte-Laguë's apportionment. The first group of
-    each stratum precedes all other groups, and the last one follows them.
+    The r-th of n groups in a stratum has the sort key (r - 1/2) / n, as in Sainte-Laguë's apportionment. The first
+    group of each stratum comes before all other groups, and the last group of each stratum comes after them. The only
+    group of a stratum counts as its last group.
     """
     _, stratum, counts = np.unique(strata, return_inverse=True, return_counts=True)
     by_stratum = np.argsort(stratum, kind="stable")
@@ -120,10 +122,10 @@ def _order(strata: np.ndarray) -> np.ndarray:
 
 
 def _fold_numbers(groups: _Groups, order: np.ndarray) -> np.ndarray:
-    """Return the fold of each group, ``(G,)`` int64 from 0. The folds are filled in the given order in case of ties.
+    """Return the fold of each group, ``(G,)`` int64 from 0. Ties go to the fold that comes first in ``order``.
 
-    In a stratum, the largest groups come first. Each group goes to the fold with the fewest samples of the stratum or,
-    in case of a tie, with the fewest samples.
+    The groups of a stratum are assigned in order of decreasing size. Each group goes to the fold with the fewest
+    samples of the stratum or, in case of a tie, to the fold with the fewest samples overall.
     """
     numbers = np.empty(len(groups.sizes), np.int64)
     totals = np.zeros(len(order), np.int64)

@@ -58,7 +58,7 @@ def as_targets(y: np.ndarray, target: str, where: str, names: Sequence[str] = ()
 
 
 def value_scale(y: np.ndarray, rows: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the mean and standard deviation of each value of ``(N, K)`` over some rows; a constant has deviation 1."""
+    """Return the mean and the standard deviation of each value ``(N, K)`` over some rows, with 1 for a constant."""
     mean, squares = moments(y, rows)
     return tuple(mean.tolist()), tuple(deviation(mean, squares / len(rows)).tolist())
 

@@ -14,7 +14,7 @@ TASK_KINDS = {
 }
 """Kind of task for each kind of sample."""
 STANDARDISED = ("features", "series")
-"""Kinds of tasks whose samples are standardised by statistics of the training samples."""
+"""Kinds of tasks whose samples are standardised with statistics of the training samples."""
 CLASSIFICATION, MULTI_LABEL, REGRESSION = "classification", "multi-label", "regression"
 TARGETS = {CLASSIFICATION: CLASSES, MULTI_LABEL: LABELS, REGRESSION: VALUES}
 """Target in :mod:`posy.metrics` for each value of the setting ``task``."""

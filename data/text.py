@@ -13,7 +13,7 @@ PADDING, UNKNOWN = 0, 1
 MAX_WORDS = 20_000
 MAX_LENGTH = 200
 _UNCHECKED = 1 << 26
-"""Size of the tokens in bytes up to which Posy skips the check of the free memory."""
+"""Size of the tokens in bytes up to which Posy skips the check of free memory."""
 _WORD = re.compile(r"\w+(?:'\w+)?")
 
 
@@ -48,8 +48,8 @@ def all_tokens_of(texts: Iterable[str], length: int, words: Sequence[str]) -> np
 def hashed(texts: Iterable[str], length: int, vocabulary: int) -> np.ndarray:
     """Turn texts into tokens for their lower-cased words with a hash that is the same on every machine.
 
-    The sites need no common vocabulary, so no site reveals its words. Different words may share a token. The function
-    returns int64 tokens ``(N, L)`` as :func:`tokenise` does, with tokens 2 to V-1 for words.
+    The sites do not need a common vocabulary, so no site reveals its words. Different words may share a token. The
+    function returns int64 tokens ``(N, L)`` as :func:`tokenise` does, with tokens 2 to V-1 for words.
     """
     lines = [_words(text)[:length] for text in texts]
     return _padded(lines, length, lambda word: 2 + zlib.crc32(word.encode()) % (vocabulary - 2))

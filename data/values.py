@@ -58,7 +58,7 @@ def check_alike(
 
 
 def as_float32(x: np.ndarray, where: str) -> np.ndarray:
-    """Return numbers as float32, or raise :class:`DataError` with the index of a NaN, infinite or too large number."""
+    """Return numbers as float32, or raise :class:`DataError` with the index of a NaN, an infinity or an overflow."""
     with np.errstate(over="ignore", invalid="ignore"):
         result = x.astype(np.float32, copy=False)
         if not np.isfinite(result.sum(dtype=np.float64)):  # a NaN or infinity propagates to the sum
@@ -67,7 +67,7 @@ def as_float32(x: np.ndarray, where: str) -> np.ndarray:
 
 
 def as_features(x: np.ndarray, where: str) -> tuple[np.ndarray, list[str]]:
-    """Return ``(N, F)`` numbers and warnings; the numbers are float32 if this changes no value, else float64.
+    """Return ``(N, F)`` numbers and warnings. The numbers are float32 if this changes no value, else float64.
 
     A whole number beyond 2**53 is rounded to the nearest float64. A warning names features for which rounding moves a
     value by more than a thousandth of the feature's range.
@@ -124,7 +124,7 @@ def moments(x: np.ndarray, rows: np.ndarray | None = None) -> tuple[np.ndarray, 
 def channel_moments(x: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the results of :func:`moments` for some rows of features ``(N, F)`` or of time series ``(N, T, F)``.
 
-    The sum of a channel's squared deviations is divided by T, so that sums over samples mean the same for both.
+    The sum of a channel's squared deviations is divided by T, so that sums over samples have the same meaning for both.
     """
     if x.ndim == 2:
         return moments(x, rows)
@@ -193,7 +193,7 @@ def _columns(x: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def _rows(x: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield blocks of rows; the first one is small, because it usually suffices for the answer."""
+    """Yield blocks of rows. The first block is small, because it usually decides the result."""
     yield x[:64]
     height = max(1, _BLOCK // max(1, x[:1].size))
     for first in range(64, len(x), height):

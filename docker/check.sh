@@ -58,7 +58,7 @@ compose stop --timeout 5 # a node that still waits for the SuperLink would exit 
 POSY_RUN="secure-aggregation=false" compose up
 ended 1
 compose logs --no-log-prefix runner >"$logs/screen"
-holds "$logs/screen" "the policy of the site refuses this run, rule secure-aggregation"
+holds "$logs/screen" "the site's policy rejects this run, rule secure-aggregation"
 audited '"decision": "secure-aggregation"'
 for i in 0 1 2 3 4; do
     posy_on $i audit /data/state --run none --contains "$(cat "$logs/anchor-$i")" || fail "node-$i has lost events"

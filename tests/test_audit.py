@@ -415,7 +415,7 @@ def test_node_config_decides_whether_a_log_is_written(tmp_path: Path, warnings: 
     assert named is not None and named.path == tmp_path / "x.jsonl"
     assert log_of({"data": "/srv/a", "state-dir": str(tmp_path)}) is site_log  # the log is cached
     assert log_of({"data": "/srv/a"}) is None
-    assert "this node keeps no audit log" in warnings.text
+    assert "this node does not keep an audit log" in warnings.text
 
 
 # -- the ClientApp -----------------------------------------------------------------------------------------

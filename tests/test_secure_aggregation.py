@@ -1025,7 +1025,7 @@ def test_methods_that_support_secure_aggregation() -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"max-update-norm": 1.0}, "the server sees no individual update"),
+        ({"max-update-norm": 1.0}, "the server cannot see individual updates"),
         ({"num-clients": 1}, "at least two clients"),
         ({"fraction-train": 0.1}, "at least two clients"),
         ({"dp": "local", "dp-clip": 1.0}, r"secure-range = 16 with dp-clip = 1: .* at least 232.2"),

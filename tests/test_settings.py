@@ -491,7 +491,7 @@ class FailingGrid(InProcessGrid):
         ({"image-size": 9}, ("image-size = 9", "digits", "the size 8x8", "image files")),
         ({"text-length": 64}, ("text-length = 64", "it needs texts", "dataset = 'digits' has images")),
         ({"vocabulary": 100}, ("vocabulary = 100", "it needs texts", "dataset = 'digits' has images")),
-        ({"sample-kind": "text"}, ("sample-kind = 'text'", "digits has samples of the kind image")),
+        ({"sample-kind": "text"}, ("sample-kind = 'text'", "digits has samples of kind image")),
         ({"shift": "low"}, ("shift = 'low'", "RGB")),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",

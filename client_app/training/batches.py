@@ -278,5 +278,5 @@ def _draw_numbers(
 
 
 def _not_none(value: T | None) -> T:
-    assert value is not None  # jobs of the same kind have a value or all lack it
+    assert value is not None  # either all jobs of the same kind have a value, or none has one
     return value

@@ -28,7 +28,7 @@ class Captured(NamedTuple):
 
 
 class Graphs:
-    """Runs steps on a GPU, as CUDA graphs where enough identical steps follow one another.
+    """Runs steps on a GPU, as CUDA graphs if enough identical steps follow one another.
 
     A step is a function of the step number, which may be a tensor ``(1,)`` on the device, and the number of clients.
     From its second call on, it must read and write the same memory each time. A step that waits for the device cannot

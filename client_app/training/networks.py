@@ -1,4 +1,4 @@
-"""Networks during training: resident modules that are trained in turn, or stacked models."""
+"""Networks during training: copies of a module that are trained one after the other, or stacked models."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -18,7 +18,7 @@ from posy.sharing import is_shared
 
 
 class Network:
-    """A module and K resident copies of it whose parameters are views of one ``(K, d)`` buffer.
+    """A module and K copies of it, whose parameters are views of one ``(K, d)`` buffer.
 
     Loading a model takes one copy into the buffer, so no module is rebuilt between rounds. ``nets`` wraps the copies
     for use in objectives.
@@ -56,7 +56,7 @@ class Network:
 
     @cached_property
     def size(self) -> int:
-        """Number of floating-point values of the network, fixed tensors included."""
+        """Number of floating-point values in the network, including fixed tensors."""
         return sum(tensor.numel() for tensor in self.template.state_dict().values() if tensor.is_floating_point())
 
     @cached_property
@@ -98,7 +98,7 @@ class Network:
         return any(isinstance(m, nn.modules.conv._ConvNd) for m in self.template.modules())
 
     def stack(self, size: int) -> Tensor:
-        """Return the ``(size, d)`` buffer. Each row holds the parameters of a resident module."""
+        """Return the buffer ``(size, d)``, each row of which contains the parameters of one copy of the module."""
         if len(self.nets) < size:
             self._flat = torch.empty(size, self.layout.size, device=self.device)
             self.modules = [self._build().to(self.device) for _ in range(size)]
@@ -110,7 +110,7 @@ class Network:
 
 
 class LoopedModels:
-    """K models of one client as resident modules, differentiated one after the other on each batch.
+    """K models of one client, loaded into copies of a module and differentiated one after the other on each batch.
 
     ``count`` is K. ``flat`` ``(P, K, d)``, with P = 1, contains all parameters of the client's models. ``parameters``
     lists their trained tensors, and ``rates`` the learning-rate factors of these tensors.

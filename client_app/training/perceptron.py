@@ -54,7 +54,7 @@ def gradients(
     torch.Tensor, (P,)
         The losses.
     list of torch.Tensor
-        Gradients of each layer's weight and bias, from layer ``first`` on.
+        Gradients of each layer's weight and bias, starting with layer ``first``.
     """
     inputs, hidden = list[Tensor](), x.flatten(2)
     for number, (matrix, bias) in enumerate(layers, start=1):

@@ -1,13 +1,14 @@
 """DP-SGD (Abadi et al., 2016, Algorithm 1): per-sample gradients are clipped, and noise is added to their sum.
 
-Each step includes each sample with probability q, using the operating system's source of randomness. The server knows
-the run's seed, so a seeded draw would reveal the batch and cancel the amplification by subsampling. Each sample's
-gradient is clipped to the norm C over all trained tensors. Gaussian noise of standard deviation zC is added to the sum
-of the clipped gradients, which is then divided by the expected batch size. Momentum, Adam, weight decay and proximal
-terms act on the result.
+Each step includes each sample with probability q, using random numbers from the operating system. The server knows the
+run's seed, so a seeded draw would reveal the batch and cancel the amplification by subsampling. Each sample's gradient
+is clipped to the norm C over all trained tensors. Gaussian noise with a standard deviation of zC is added to the sum of
+the clipped gradients, which is then divided by the expected batch size. Momentum, Adam, weight decay and proximal terms
+act on the result.
 
-Rounding can make float32 sums exceed their bound, and :func:`posy.noise.perturb` rounds the sum to a grid. The noise is
-larger than zC by the fraction :data:`SLACK`, which covers both effects for networks of up to 10⁹ parameters.
+Rounding can make float32 sums exceed their bound, and :func:`posy.noise.perturb` rounds the sum to a grid. The standard
+deviation of the noise exceeds zC by the fraction :data:`SLACK`, which covers both effects for networks of up to 10⁹
+parameters.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from posy.noise import SecureGenerator, perturb
 from posy.strategies.privacy import Sampling
 
 SLACK = 2.0**-8
-"""Fraction by which the noise exceeds zC."""
+"""Fraction by which the standard deviation of the noise exceeds zC."""
 CHUNK_NUMBERS = 1 << 26
 """Maximum number of per-sample gradient elements in memory at a time."""
 
@@ -54,9 +55,9 @@ def steps(
     sampling : Sampling
         The number of DP-SGD steps, their sampling probability q and their noise.
     network : Network
-        The resident network.
+        The network, with the client's model loaded into its first copy.
     parameters : sequence of Tensor
-        The trained tensors of the resident network, in layout order.
+        The trained tensors of this copy, in layout order.
     step : callable
         Updates the parameters from gradients with the same shapes.
     """
@@ -111,7 +112,7 @@ def clipped_sum(
 ) -> tuple[list[Tensor], Tensor]:
     """Return the sum of the clipped gradients of the samples in ``index``, and their losses ``(B,)``.
 
-    A gradient that is not finite counts as 0.
+    A non-finite gradient counts as 0.
     """
     sums = [torch.zeros_like(parameter) for parameter in parameters]
     size = sum(parameter.numel() for parameter in parameters)

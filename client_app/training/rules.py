@@ -180,7 +180,7 @@ def frozen_statistics(models: Models) -> Iterator[None]:
 
 
 def leading(tensors: list[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """Return the leading rows of stacked tensors, one for each client still in training, as in ``like``."""
+    """Return the leading rows of stacked tensors, one for each client that is still training, as in ``like``."""
     if not tensors or tensors[0].shape == like[0].shape:
         return tensors
     return [tensor[: len(like[0])] for tensor in tensors]

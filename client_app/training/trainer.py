@@ -1,8 +1,8 @@
 """Local training and inference, implemented once for all methods.
 
 An objective is a function of (network, batch, context), so the same code trains one model or K models. K models are
-trained in turn with resident modules, or as one stacked computation under :func:`torch.func.vmap`. Training several
-clients together adds another axis.
+trained one after the other in copies of a module, or as one stacked computation under :func:`torch.func.vmap`. Training
+several clients together adds another axis.
 """
 
 from collections.abc import Sequence
@@ -40,13 +40,13 @@ STACK_BYTES = 2 << 30
 STACK, STACK_PARAMETERS = 16, 1 << 20
 """Size of a group of stacked clients on a CPU: 16, or more if their models have at most 2²⁰ parameters in total.
 
-Beyond 16 clients, the cost of a step per client hardly decreases. Each new group starts with cold caches, and cache
+Beyond 16 clients, the cost per client and step hardly decreases. Each new group starts with cold caches, and cache
 misses dominate the cost of small models. Small models are therefore stacked in larger groups, as long as their
 parameters fit into the cache.
 """
 SMALL, SMALL_PERCEPTRON = 30_000, 200_000
-"""Maximum number of parameters at which a network without convolutions is stacked on a CPU. The second number applies
-if the gradients have a closed form."""
+"""Maximum number of parameters at which a network without convolutions is stacked on a CPU. The second limit applies if
+the gradients have a closed form."""
 
 
 class Trainer:
@@ -211,7 +211,7 @@ class Trainer:
     def _train_privately(self, job: Job, sampling: Sampling, network: Network) -> Trained:
         """Run one client's DP-SGD. See :mod:`posy.client_app.training.private`.
 
-        Non-finite numbers are not an error here, because the error would reveal them.
+        Non-finite values are not an error here, because the error would reveal them.
         """
         private.check_job(job)
         models = LoopedModels(network, job.work)

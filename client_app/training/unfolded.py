@@ -1,4 +1,4 @@
-"""Convolutions as matrix products, for many models side by side on a GPU.
+"""Convolutions as matrix products, for many models at once on a GPU.
 
 Normally, the convolutions of several models with different weights form one grouped convolution, which cuDNN runs group
 by group. With unfolded inputs, they form one batched matrix product.

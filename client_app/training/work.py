@@ -22,7 +22,7 @@ The targets are classes ``(B,)``, or labels or standardised values ``(B, C)``.""
 
 
 class TrainingDivergedError(ArithmeticError):
-    """Local training produced NaN or infinite numbers."""
+    """Local training produced NaN or infinite values."""
 
     shareable = True
 

@@ -67,7 +67,7 @@ def is_saved(path: Path) -> bool:
 def read_saved(
     path: Path, columns: Columns, size: tuple[int, int] | None, mode: str | None, skip_unreadable: bool | None
 ) -> Content:
-    """Read a folder that ``save_to_disk`` wrote; the arguments are as in :func:`posy.data.readers.own.read_own`."""
+    """Read a folder that ``save_to_disk`` wrote. The arguments are as in :func:`posy.data.readers.own.read_own`."""
     import datasets  # noqa: PLC0415 - takes seconds to import
 
     try:
@@ -81,7 +81,7 @@ def read_saved(
 def read_parquet(
     path: Path, columns: Columns, size: tuple[int, int] | None, mode: str | None, skip_unreadable: bool | None
 ) -> Content:
-    """Read a .parquet file; the arguments are as in :func:`posy.data.readers.own.read_own`."""
+    """Read a .parquet file. The arguments are as in :func:`posy.data.readers.own.read_own`."""
     import pyarrow as pa  # noqa: PLC0415 - only Arrow data needs it
     from pyarrow import parquet  # noqa: PLC0415
 
@@ -189,7 +189,7 @@ def _content(
     mode: str | None,
     skip_unreadable: bool | None,
 ) -> Content:
-    """Return the content of a table; the arguments are as in :func:`posy.data.readers.own.read_own`."""
+    """Return the content of a table. The arguments are as in :func:`posy.data.readers.own.read_own`."""
     names, header = _names(rows)
     coded, images = (
         [index for index, name in enumerate(names) if rows.kind(name) == kind] for kind in ("ClassLabel", "Image")
@@ -362,7 +362,7 @@ def _mixed_cells(rows: _Rows, name: str, cells: Sequence[str]) -> DataError:
 
 
 def _labels(rows: _Rows, name: str, rule: LabelRule | None = None) -> np.ndarray:
-    """Return the labels or groups in a column; indices of named classes become class names."""
+    """Return the labels or groups in a column. Indices of named classes become class names."""
     column = _column(rows, name)
     where = f"{rows.where}: column {name}"
     if rule is not None:
@@ -388,7 +388,7 @@ def _labels(rows: _Rows, name: str, rule: LabelRule | None = None) -> np.ndarray
 
 
 def _files(rows: _Rows, name: str) -> list[Path | Encoded]:
-    """Return the image files in a column; a cell with only a path names a file on this machine."""
+    """Return the image files in a column. A cell with only a path names a file on this machine."""
     files: list[Path | Encoded] = []
     for row, cell in enumerate(value for chunk in _column(rows, name).chunks for value in chunk):
         if cell["bytes"].is_valid:

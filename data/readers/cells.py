@@ -17,7 +17,8 @@ SEPARATORS = {"comma": ",", "semicolon": ";", "tab": "\t", "bar": "|"}
 _DECIMAL_COMMA = re.compile(r"[+-]?(\d+,\d*|,?\d+)([eE][+-]?\d+)?")
 _THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(,\d{3})+")
 _MIN_IDENTIFIERS, _MIN_NAMES, _IDENTIFIER_SHARE = 50, 10, 0.99
-"""Minimum numbers of whole numbers and of strings in a column of identifiers, and the share of distinct values."""
+"""Minimum number of values in a column of identifiers (whole numbers, strings), and minimum share of distinct
+values."""
 _SHOWN = 20  # maximum number of columns that a note lists
 
 
@@ -113,7 +114,7 @@ def parse_columns(
 
 
 def category_in(cell: str) -> str:
-    """Return the name of the category in a cell; a whole number has the same name in every notation."""
+    """Return the name of the category in a cell. A whole number has the same name in every notation."""
     return written_label(cell)
 
 
@@ -136,12 +137,12 @@ def column_notes(x: np.ndarray, categories: Categories, names: Sequence[str]) ->
         ):
             identifiers.append(name)
     if gaps:
-        notes.append(Note(f"numbers of missing values, which are imputed: {_listed(gaps)}", ""))
+        notes.append(Note(f"missing values per column, which are imputed: {_listed(gaps)}", ""))
     if constant:
         notes.append(Note(f"columns with one value in all rows: {_listed(constant)}", ""))
     if identifiers:
         notes.append(
-            Note(f"columns that may be identifiers, because their values hardly repeat: {_listed(identifiers)}")
+            Note(f"columns that may be identifiers, because few of their values repeat: {_listed(identifiers)}")
         )
     return notes
 

@@ -73,7 +73,7 @@ def labelled_images(root: Path) -> tuple[list[Path], np.ndarray, np.ndarray | No
 
     The function skips hidden folders, and files that are not images. It returns the N files, the names of their class
     folders ``(N,)``, and whether each file is in the test folder, ``(N,)`` bool. If there is no test folder, a
-    validation folder is used instead; if there is neither, the last value is ``None``.
+    validation folder is used instead. If there is neither, the last value is ``None``.
     """
     folders, tests = _folders(root), frozenset[str]()
     if folders and (splits := {folder.name.lower() for folder in folders}) <= _SPLITS:
@@ -219,7 +219,7 @@ def check_mode(image: Image.Image, where: str) -> None:
 
 
 def unreadable(problems: Mapping[int, DataError], count: int, hint: str = "") -> DataError:
-    """Return the error for unreadable image files, with their first three errors and their number."""
+    """Return the error for unreadable image files, with the first three errors and the number of files."""
     first = "; ".join(str(error) for error in list(problems.values())[:3])
     if len(problems) == 1:
         return DataError(f"{first}{hint}", "unreadable-images", count=1)

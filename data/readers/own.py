@@ -24,7 +24,7 @@ from posy.data.values import check_alike, check_lengths, check_shape
 from posy.metrics import CLASSES
 from posy.paths import exists
 
-_LOG = getLogger("flwr")  # Flower's logger, so that warnings appear in the log of the run
+_LOG = getLogger("flwr")  # Flower's logger, so that warnings appear in the run's log
 
 
 def as_dataset(content: Content, name: str, length: int = MAX_LENGTH) -> Dataset:
@@ -68,7 +68,7 @@ def read_own(
 
     For image files, ``size`` and ``mode`` are as in :func:`posy.data.readers.image.readable_images`, and
     ``skip_unreadable`` skips unreadable files. With ``False``, the error for an unreadable file suggests
-    ``skip-unreadable=true``; with ``None``, it does not. The column names in ``columns`` apply to tables.
+    ``skip-unreadable=true``. With ``None``, it does not. The column names in ``columns`` apply to tables.
 
     Raises
     ------
@@ -88,8 +88,8 @@ def read_own(
             return read_parquet(path, columns, size, mode, skip_unreadable)
         if kind not in (".npz", ".csv"):
             raise DataError(
-                f"{path}: allowed: .npz, .csv, .parquet, a folder of class folders, of x.npy and y.npy, or of "
-                "datasets.save_to_disk, and a PFLlib directory"
+                f"{path}: allowed: .npz, .csv, .parquet, a folder that contains class folders or x.npy and y.npy, a "
+                "folder written by datasets.save_to_disk, or a PFLlib directory"
             )
         return read_npz(path, columns) if kind == ".npz" else read_csv(path, columns)
     except OSError as error:
@@ -150,7 +150,7 @@ def has_columns(path: Path) -> bool:
 
 
 def read_arrays(path: Path, columns: Columns = Columns()) -> Content:  # noqa: B008 - immutable
-    """Read a directory of x.npy, y.npy, and optionally groups.npy and test.npy, which contain :data:`PARTS`.
+    """Read a directory that contains x.npy and y.npy, and optionally .npy files for the other names in :data:`PARTS`.
 
     Samples stay on disk unless their type must be converted.
     """

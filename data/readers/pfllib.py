@@ -115,7 +115,7 @@ def _counts(path: Path) -> tuple[int, int]:
         counts["num_clients in config.json"] = config["num_clients"]
     if len(set(counts.values())) > 1:
         text = ", ".join(f"{source}: {count}" for source, count in counts.items())
-        raise DataError(f"{path}: unequal numbers of clients ({text})")
+        raise DataError(f"{path}: the client counts differ ({text})")
     return counts["files in train"], config.get("num_classes", 0)
 
 
@@ -153,7 +153,7 @@ def _read(path: Path, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _labels(y: Any) -> np.ndarray:
-    """Return labels as an array; if a whole number in a list exceeds int64, all labels become strings."""
+    """Return labels as an array. If a whole number in a list exceeds int64, all labels become strings."""
     if isinstance(y, list | tuple) and any(type(label) is int and abs(label) >= 2**63 for label in y):
         y = [str(label) for label in y]
     return np.asarray(y).reshape(-1)

@@ -33,7 +33,7 @@ _Cells = np.ndarray | Mapping[str, np.ndarray]
 _GROWTH = 4  # minimum factor by which a table grows when it is loaded as Python strings
 _MAX_LINE = 1 << 25  # characters
 _SPECIAL = ("label", "group", "text")
-_LOG = getLogger("flwr")  # Flower's logger, so that messages appear in the log of the run
+_LOG = getLogger("flwr")  # Flower's logger, so that messages appear in the run's log
 
 
 def rows_of(path: Path, encoding: str = "utf-8-sig", delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
@@ -271,7 +271,7 @@ def separator_of(path: Path, setting: str) -> str:
     for name, separator in SEPARATORS.items():
         try:
             lengths = [len(row) for _, row in itertools.islice(rows_of(path, delimiter=separator), 2)]
-        except DataError:  # with a wrong separator, a line may be too long for a cell
+        except DataError:  # with the wrong separator, a line may be too long for a cell
             continue
         if len(lengths) == 2 and lengths[0] == lengths[1] > 1:
             fitting.append(name)
@@ -286,7 +286,7 @@ def _header(path: Path, separator: str) -> list[str]:
     rows = rows_of(path, delimiter=separator)
     header = [label_name(title) for title in next(rows, (0, []))[1]]
     if len(header) < 2:
-        raise DataError(f"{path}: header {header}; a table needs a header row with two columns or more")
+        raise DataError(f"{path}: the header is {header}; a table needs a header row with at least two columns")
     if all(number_in(title) is not None for title in header):
         raise DataError(
             f"{path}: the first row contains only numbers; a table needs a header row with the names of the columns"
