@@ -297,8 +297,8 @@ def _now() -> str:
 def log_of(node_config: Mapping[str, Any]) -> AuditLog | None:
     """Return a node's audit log, or None if the node has no log.
 
-    By default, only a node with data keeps a log, in its ``state-dir``. With the key ``audit`` in its config, any node
-    keeps a log, in the file that the key names.
+    By default, only a node with data keeps a log, which is stored in its ``state-dir``. If its config has the key
+    ``audit``, any node keeps a log in the file that this key names.
     """
     if path := str(node_config.get(AUDIT, "")):
         return _log_at(absolute(path))

@@ -183,11 +183,11 @@ def _rows(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
     if fraction not in (DataSettings.test_fraction, policy.test_fraction):
         yield Violation(
             "test-fraction",
-            f"test-fraction = {fraction:g}; the site keeps {policy.test_fraction:g} of its rows for tests",
+            f"test-fraction = {fraction:g}; the site holds out {policy.test_fraction:g} of its rows for testing",
         )
     if (folds := values["folds"]) not in (0, policy.folds):
         reason = (
-            f"the site allows only 0 and {policy.folds}" if policy.folds else "the site keeps one split of its rows"
+            f"the site allows only 0 and {policy.folds}" if policy.folds else "the site uses only one split of its rows"
         )
         yield Violation("folds", f"folds = {folds}; {reason}")
     for key in ("validation-fraction", f"{key_prefix(str(values['method']))}-validation"):
@@ -460,7 +460,7 @@ def limited_scores(policy: Policy, metrics: Mapping[str, Any]) -> dict[str, Any]
 
     Rounded scores have at most two decimal places and three significant digits, and are capped at :data:`LARGEST_LOSS`.
     The server chooses the model, so further digits of a large loss could reveal the exact score. The unit of a
-    regression error is arbitrary, so these errors keep three significant digits.
+    regression error is arbitrary, so these errors are rounded only to three significant digits.
     """
     if policy.scores == "exact":
         return dict(metrics)
@@ -499,7 +499,7 @@ def check_place(settings: Settings, context: Context, client: int, server_round:
 def check_once(
     context: Context, client: int, phase: str, server_round: int, arrays: list[Any], entries: Mapping[str, Any]
 ) -> None:
-    """Raise :class:`PolicyError` if a client receives a second model in a phase of a round, or rounds out of order.
+    """Raise :class:`PolicyError` if a client gets a second model in a phase of a round, or gets rounds out of order.
 
     A repeated message with the same arrays and entries is allowed, because the reply may have been lost.
     """

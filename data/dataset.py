@@ -46,7 +46,7 @@ class Dataset:
     groups: np.ndarray | None = None  # (N,) int64 natural group of each sample: writer, user, medical centre
     group_names: tuple[str, ...] = ()  # indexed by group number; empty if the groups have no names
     split_groups: np.ndarray | None = (
-        None  # (N,) int64 group, such as a patient; its samples at a client stay in one split
+        None  # (N,) int64 group, such as a patient; a client's samples of one group are in one split
     )
     is_test: np.ndarray | None = None  # (N,) bool: whether a sample belongs to the supplied test set, if any
     given: Indices | None = None  # set if the data is already partitioned

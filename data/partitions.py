@@ -318,9 +318,9 @@ def share_test_set(counts: np.ndarray, available: np.ndarray, rng: np.random.Gen
     """Return the number of test samples that each client gets from a test set, per class, ``(M, C)`` int64.
 
     Each class is divided in proportion to the clients' training samples of that class, so that each client is tested on
-    the class proportions that it trains on. Each sample goes to one client. Samples left over after rounding down go to
-    the clients with the largest remainders, with ties broken at random. A client that would get no test sample takes
-    a sample of its most frequent class from the client with the most test samples of this class.
+    the class proportions that it trains on. Each sample is assigned to one client. Samples left over after rounding
+    down go to the clients with the largest remainders, with ties broken at random. A client that would get no test
+    sample takes a sample of its most frequent class from the client with the most test samples of this class.
 
     Parameters
     ----------

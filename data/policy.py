@@ -30,8 +30,8 @@ class Policy:
     )
     test_fraction: float = setting(
         0.25,
-        "fraction of the rows that the site keeps for tests; the site draws them once for each version of its data, "
-        "and no run setting can select rows",
+        "fraction of the rows that the site holds out for testing; the site draws them once for each version of its "
+        "data, and no run setting can select rows",
         above=0,
         maximum=0.5,
     )

@@ -223,8 +223,8 @@ class DataSettings:
     )
     test_fraction: float = setting(
         0.25,
-        "fraction of each client's samples kept for tests, unless a test set is supplied; sites use the fraction in "
-        "their policy",
+        "fraction of each client's samples held out for testing, unless a test set is supplied; sites use the fraction "
+        "in their policy",
         needs="partition != given and dataset != sites and folds = 0",
         above=0,
         maximum=0.9,

@@ -356,7 +356,7 @@ def test_two_of_twelve_sites_cannot_form_a_sum(
     config = make_config("fedavg", data=parts(2), num_server_rounds=1, local_steps=1) | {"secure-aggregation": True}
     done = federate(config, grid=lambda clients: Server(clients, configs=sites[:2]))
     reasons = {reason for _, reason in done.records[0].dropped}
-    assert any("cohort has 2 clients" in reason and "sums of at least 7" in reason for reason in reasons)
+    assert any("cohort has 2 clients" in reason and "sums over at least 7" in reason for reason in reasons)
 
 
 def test_rounds_below_min_clients_are_refused() -> None:
@@ -364,9 +364,9 @@ def test_rounds_below_min_clients_are_refused() -> None:
     nodes = [Node(client) for client in range(4)]
     shared_round(nodes, min_clients=4)
     reply = nodes[0].ask("survivors", {"survivors": [0, 1, 2]}, min_clients=4)
-    assert "list of survivors has 3 clients" in reply and "sums of at least 4" in reply
+    assert "list of survivors has 3 clients" in reply and "sums over at least 4" in reply
     few = [Node(client) for client in range(4)]
-    with pytest.raises(AssertionError, match=r"cohort has 4 clients.*sums of at least 5"):
+    with pytest.raises(AssertionError, match=r"cohort has 4 clients.*sums over at least 5"):
         shared_round(few, min_clients=5)
 
 

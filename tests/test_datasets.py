@@ -544,7 +544,7 @@ def test_csv_of_texts_loads(tmp_path, warnings):
     ("text", "message"),
     [
         ("", "header row"),
-        ("a\n1\n", "two columns or more$"),
+        ("a\n1\n", "at least two columns$"),
         ("1,2\n3,4\n", "first row contains only numbers"),
         ("a,label\n", "no rows"),
         ("a,label\n1,0\n2\n", "row 3 has 1 columns"),

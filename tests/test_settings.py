@@ -488,7 +488,7 @@ class FailingGrid(InProcessGrid):
         ({"min-clients": 5}, ("min-clients = 5", "0 to num-clients = 4")),
         ({"classes": "a,b"}, ("classes = 'a,b'", "it needs dataset = sites")),
         ({"input-shape": "1x8x8"}, ("input-shape = '1x8x8'",)),
-        ({"image-size": 9}, ("image-size = 9", "digits", "the size 8x8", "image files")),
+        ({"image-size": 9}, ("image-size = 9", "digits", "of kind image and size 8x8", "image files")),
         ({"text-length": 64}, ("text-length = 64", "it needs texts", "dataset = 'digits' has images")),
         ({"vocabulary": 100}, ("vocabulary = 100", "it needs texts", "dataset = 'digits' has images")),
         ({"sample-kind": "text"}, ("sample-kind = 'text'", "digits has samples of kind image")),
