@@ -1,10 +1,10 @@
 """The privacy accountant: (ε, δ) of Gaussian mechanisms, their composition, and a ledger of past uses.
 
 An :class:`Event` is one use of a mechanism, for example the noise on one reply. Uses without subsampling compose
-exactly: together, mechanisms with the noise multipliers z_1, …, z_T are equivalent to one Gaussian mechanism with the
-noise multiplier (Σ z_t⁻²)^(-1/2) (Dong et al., 2022, Corollary 3.3). Theorem 8 of Balle & Wang (2018) gives the (ε, δ)
-of this mechanism. Events with Poisson subsampling need the RDP accountant of the library dp-accounting, which the extra
-`privacy` installs.
+exactly. Mechanisms with noise multipliers z_1, …, z_T are equivalent to a single Gaussian mechanism with noise
+multiplier (Σ z_t⁻²)^(-1/2) (Dong et al., 2022, Corollary 3.3). Theorem 8 of Balle & Wang (2018) gives the (ε, δ) of
+this mechanism. Events with Poisson subsampling require the RDP accountant from the library dp-accounting, which the
+extra `privacy` installs.
 
 A ledger is a file in JSON Lines format with one event per line; see :func:`ledger_line`. All functions are pure.
 """
@@ -32,11 +32,11 @@ CANCELLATION = 1e-6
 ORDERS = (*np.arange(1.25, 5, 0.25), *range(5, 65), 80, 96, 128, 192, 256, 512, 1024)
 """Orders of the Rényi divergences. A coarser grid is safe: each order gives a valid ε, and Posy takes the smallest."""
 TOLERANCE = 1e-9
-"""Relative error of ε that a comparison with a budget ignores."""
+"""Relative error in ε that Posy ignores when it compares ε with a budget."""
 
 
 class BudgetError(ValueError):
-    """An event is invalid, for example because a line of a ledger is damaged."""
+    """An event is invalid, for example because a ledger line is damaged."""
 
 
 @dataclass(frozen=True)
@@ -144,9 +144,9 @@ def as_unit(event: Event, unit: Unit) -> Event | None:
     """Convert an event to a unit of privacy; return None if the event gives no guarantee for this unit.
 
     A client's reply with local noise hides any change to its data, and therefore also a change to one sample. A central
-    event hides whether a client takes part, which moves the sum by up to the clipping bound C. Changing one sample may
-    reverse the client's update and move the sum by up to 2C, so the noise multiplier is halved. Noise that hides single
-    samples does not hide a client.
+    event hides whether a client takes part. Its participation changes the sum by at most the clipping bound C. Changing
+    one sample may reverse the client's update and change the sum by up to 2C, so the noise multiplier is halved. Noise
+    that hides individual samples does not hide a client.
     """
     if unit == "client":
         return None if event.mode == "sample" else event
@@ -161,7 +161,7 @@ def spent(events: Iterable[Event], delta: float, unit: Unit = "sample") -> float
     events : iterable of Event
         All uses of one client's data.
     delta : float
-        δ for all events together.
+        δ for all events combined.
     unit : {"client", "sample"}
         How two neighbouring data sets differ.
     """
@@ -186,7 +186,7 @@ def _spent(events: tuple[Event, ...], delta: float) -> float:
 
 @lru_cache(maxsize=1024)
 def _renyi_divergences(noise_multiplier: float, sampling: float) -> npt.NDArray[np.float64]:
-    """Return the Rényi divergences of one use at :data:`ORDERS`; infinity where the library cannot compute one."""
+    """Return the Rényi divergences of one use at :data:`ORDERS`, with infinity where the library cannot compute one."""
     library = accountant_library()
     gaussian = library.GaussianDpEvent(noise_multiplier)
     mechanism = gaussian if sampling == 1 else library.PoissonSampledDpEvent(sampling, gaussian)
@@ -200,7 +200,7 @@ def _renyi_divergences(noise_multiplier: float, sampling: float) -> npt.NDArray[
 
 
 def accountant_library() -> Any:
-    """Return the library dp-accounting, or raise :class:`SettingsError` if it is not installed."""
+    """Import and return the library dp-accounting; raise :class:`SettingsError` if it is not installed."""
     try:
         import dp_accounting  # noqa: PLC0415 - an extra
         import dp_accounting.rdp  # noqa: PLC0415
@@ -214,7 +214,7 @@ def accountant_library() -> Any:
 
 @lru_cache(maxsize=4096)
 def sampled_noise_multiplier(epsilon: float, delta: float, sampling: float, count: int) -> float:
-    """Return the smallest noise multiplier at which ``count`` Poisson-subsampled uses together satisfy (ε, δ).
+    """Return the smallest noise multiplier at which ``count`` uses with Poisson subsampling satisfy (ε, δ) in total.
 
     The result exceeds the exact value by at most 0.1 %.
     """
@@ -253,8 +253,8 @@ def ledger_line(event: Event, **facts: Any) -> str:
 def read_ledger(text: str) -> list[tuple[Event, Mapping[str, Any]]]:
     """Return the events of a ledger with their additional facts.
 
-    An interrupted write may leave an incomplete last line. Callers write each line before the release that it
-    describes, so an incomplete line describes no release and is ignored.
+    An interrupted write may leave an incomplete last line. This line is ignored: callers complete a line before they
+    release the result that it describes.
 
     Raises
     ------
@@ -289,7 +289,7 @@ def fits(past: Sequence[Event], planned: Sequence[Event], epsilon: float, delta:
     planned : sequence of Event
         The events of the planned run; see ``planned_events`` in :mod:`posy.strategies.privacy`.
     epsilon, delta : float
-        The budget for all runs together.
+        The budget for all runs combined.
     unit : {"client", "sample"}
         How two neighbouring data sets differ.
     """

@@ -1,4 +1,4 @@
-"""Metrics from sums over samples, which masked sums can carry because the sums of several clients add up.
+"""Compute metrics from sums over samples, which secure aggregation can mask and add over clients.
 
 A probability counts as the lower edge of its bin. Each binned metric therefore equals the metric of predictions that
 are rounded down to a hundredth.
@@ -15,9 +15,9 @@ from posy.metrics import CALIBRATION_BINS, CLASSES, LABELS
 from posy.scores import Floats, Ints, Predictions, brier_scores, confidence_bins, log_losses, recalls
 
 BINS = 100
-"""Number of equal bins of a probability."""
+"""Number of equal-width bins for a probability."""
 STEPS = 2**20
-"""Number of steps between 0 and 1 for real numbers in sums of whole numbers."""
+"""Number of fixed-point steps between 0 and 1, for real numbers in sums of integers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,15 +29,15 @@ class BinnedScores:
     totals : numpy.ndarray, (3,)
         The number of samples, and the sums of their negative log-likelihoods and Brier scores in 1 / :data:`STEPS`.
     confusion : numpy.ndarray, (C, C)
-        Numbers of samples per true class (row) and predicted class (column); 0 for labels.
+        Number of samples per true class (row) and predicted class (column); 0 for labels.
     decided : numpy.ndarray, (C, 2, 2)
         For each class or label, a confusion matrix: true absence and presence (rows), and predicted absence and
         presence (columns). With two classes, the threshold decides whether the positive class is predicted.
     histograms : numpy.ndarray, (C, 2, BINS)
-        For each class or label and each bin of its probability, numbers of samples without and with it.
+        For each class or label and each bin of its probability, the number of samples without it and with it.
     calibration : numpy.ndarray, (3, CALIBRATION_BINS)
-        Numbers of samples and of correct predictions in each bin of confidence, and sums of confidences in 1 /
-        :data:`STEPS`.
+        Number of samples, number of correct predictions, and sum of confidences in 1 / :data:`STEPS`, for each bin of
+        confidence.
     """
 
     totals: Ints
@@ -53,7 +53,7 @@ class BinnedScores:
 
     @classmethod
     def count(cls, size: int) -> int:
-        """Return how many numbers the sums contain."""
+        """Return the number of values in the sums."""
         return sum(map(math.prod, cls.shapes(size)))
 
     @classmethod
@@ -84,7 +84,7 @@ class BinnedScores:
         return cls(*(part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)))
 
     def is_consistent(self, target: str, samples: int) -> bool:
-        """Return whether the sums can come from this number of samples."""
+        """Return whether the sums are possible for this number of samples."""
         parts = [self.totals[0], *self.histograms.sum(axis=(1, 2)), *self.decided.sum(axis=(1, 2))]
         parts += [self.confusion.sum(), self.calibration[0].sum()] if target == CLASSES else []
         return all(part == samples for part in parts)
@@ -96,7 +96,7 @@ class BinnedScores:
         return [int(number) for part in parts for number in part.ravel()]
 
     def values(self, target: str, positive: int = 1, sensitivity: float = 0.9) -> dict[str, float]:
-        """Return the metrics that are defined for the samples, keyed by name. Arguments are as in ``Predictions``."""
+        """Return the metrics that are defined for the samples, keyed by name; see ``Predictions`` for the arguments."""
         samples = int(self.totals[0])
         if not samples:
             return {}
@@ -130,7 +130,7 @@ class BinnedScores:
     def auroc_error(self, target: str, positive: int = 1) -> float:
         """Return the largest possible difference between the binned AUROC and the AUROC of the exact probabilities.
 
-        It is half the share of pairs of a positive and a negative sample that fall into the same bin.
+        This is half the fraction of pairs of a positive and a negative sample that fall into the same bin.
         """
         is_binary = target == CLASSES and len(self.confusion) == 2
         ranked = [positive] if is_binary else range(len(self.confusion))
@@ -148,7 +148,7 @@ def bins_of(probabilities: Floats) -> Ints:
 
 
 def _counts(decided: Ints, confusion: Ints | None) -> tuple[Floats, Floats, Floats]:
-    """Return numbers of correctly predicted, predicted and actual samples per class or label, ``(C,)`` each."""
+    """Return the counts of correctly predicted, predicted and actual samples per class or label, each ``(C,)``."""
     if confusion is not None:
         parts = np.diag(confusion), confusion.sum(axis=0), confusion.sum(axis=1)
     else:

@@ -8,19 +8,18 @@ from posy.metrics import METRICS, VALUES
 from posy.scores import Floats, Predictions, weighted
 
 DRAWS, LEVEL = 1000, 0.95
-"""Number of draws, and confidence level."""
+"""Number of bootstrap draws, and the confidence level."""
 MOST_CLASSES = 20
-"""Maximum number of classes or labels for which metrics of single classes get intervals."""
+"""Maximum number of classes or labels at which per-class metrics get confidence intervals."""
 _OF_SAMPLES = {"accuracy", "log-loss", "brier", "calibration-error"}
-"""Metrics whose draws take equally long for any number of classes."""
-_BLOCK = 4_000_000  # weights that are processed at once
+"""Metrics whose cost per draw does not depend on the number of classes."""
+_BLOCK = 4_000_000  # number of weights to process at a time
 
 
 def intervals(predictions: Predictions, names: Collection[str], rng: np.random.Generator) -> dict[str, list[float]]:
     """Return percentile bootstrap intervals ``[low, high]`` of metrics over the samples, keyed by name.
 
-    All metrics are computed from the same draws. A draw in which a metric is not defined does not count for this
-    metric.
+    All metrics are computed from the same draws. A metric ignores draws in which it is not defined.
 
     References
     ----------

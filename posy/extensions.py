@@ -114,8 +114,8 @@ def format_error(error: Exception) -> str:
 _LONGEST = 300
 """Maximum number of characters to quote from an exception."""
 _BUNDLED_HINT = (
-    "; it was submitted with the run: to use the models of the run, change to the folder of this file; to resume the "
-    "run on a SuperLink, repeat the settings that name custom code"
+    "; it was submitted with the run: to use the run's models, change to the folder that contains this file; to resume "
+    "the run on a SuperLink, repeat the settings that name custom code"
 )
 
 

@@ -1,4 +1,4 @@
-"""Figures of a run, as PNG files that are 1200 pixels wide (wider for rows of panels).
+"""Draw figures as PNG files that are 1200 pixels wide (wider for rows of panels).
 
 Every function takes data and a path and writes one file, unless the data is empty or contains only None and NaN. The
 functions use matplotlib's object-oriented interface instead of pyplot, so they keep no global state.
@@ -74,10 +74,10 @@ class Panel:
     xlabel: str = ""
     ylabel: str = ""
     label: str = ""
-    """Meaning and unit of the values: the label of the colour bar."""
+    """Label of the colour bar, with the meaning and unit of the values."""
     xticks: Sequence[str] = ()
     yticks: Sequence[str] = ()
-    """Names of the columns and rows. If empty, the figure shows their numbers."""
+    """Names of the columns and rows. If empty, the figure shows their indices."""
     counts: bool = False
     """Whether the values are counts. The colour scale of counts starts at 0, and cells with 0 are white."""
 
@@ -124,7 +124,7 @@ def over_rounds(points: Sequence[Sequence[Evaluation]], path: Path, metric: Metr
             axes.xaxis.set_major_locator(_whole_numbers())
         if metric and metric.in_percent:
             axes.yaxis.set_major_formatter(_PERCENT)
-        note = "mean over all samples; the scores of single clients are not available"
+        note = "mean over all samples; the scores of individual clients are not available"
         _note(axes, note if pooled else "band: mean ± std, dotted: min and max of the clients")
         _legend(axes, 2)
 
@@ -368,7 +368,7 @@ def images(pictures: Mapping[str, npt.ArrayLike], path: Path, *, title: str = ""
 def branches(
     networks: Mapping[str, tuple[Sequence[str], int]], path: Path, *, title: str = "", names: tuple[str, str]
 ) -> None:
-    """Draw a panel for each two-branch network: the names of its blocks, and the blocks that both branches share."""
+    """Draw a panel for each two-branch network, with the names of its blocks and of the shared blocks."""
     with _figure(path, _WIDTH, 3.6) as figure:
         figure.suptitle(title, x=0.01, ha="left")
         grid = figure.subplots(1, len(networks), squeeze=False, sharey=True)

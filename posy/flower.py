@@ -35,7 +35,8 @@ from posy.words import one_line
 R = TypeVar("R", flwr.app.ArrayRecord, flwr.app.ConfigRecord, flwr.app.MetricRecord)
 
 FLOWER = "1.39"
-"""Version of Flower that Posy's warm nodes and SuperLink need. With other versions, Posy starts Flower's processes."""
+"""Version of Flower that Posy's warm nodes and SuperLink require. With other versions, Posy starts Flower's
+processes."""
 LOWEST, HIGHEST = (1, 39), (1, 42)
 """Lowest and highest Flower releases that Posy supports."""
 CLOCK_SECONDS = 60.0
@@ -43,7 +44,7 @@ CLOCK_SECONDS = 60.0
 MAX_REASON = 300
 """Maximum number of characters of a reason in a message."""
 UNANSWERED = 1000
-"""Code of Posy's own errors, for messages that get no reply."""
+"""Code of Posy's own errors, for messages that do not get a reply."""
 PING = "ping"
 """Key in the config of a message that only asks a node for a reply."""
 EXIT_CODE = "Exit Code: "
@@ -67,8 +68,8 @@ FAILURES = {
     UNANSWERED: "{}",
     ErrorCode.LOAD_CLIENT_APP_EXCEPTION: "its app could not be loaded: {}",
     ErrorCode.CLIENT_APP_RAISED_EXCEPTION: "it failed: {}",
-    ErrorCode.MESSAGE_UNAVAILABLE: "its message or its reply was lost or came too late",
-    ErrorCode.REPLY_MESSAGE_UNAVAILABLE: "its reply came too late",
+    ErrorCode.MESSAGE_UNAVAILABLE: "its message or its reply was lost or arrived too late",
+    ErrorCode.REPLY_MESSAGE_UNAVAILABLE: "its reply arrived too late",
     ErrorCode.NODE_UNAVAILABLE: "its node is gone",
     ErrorCode.MOD_FAILED_PRECONDITION: "its app refused the message: {}",
     ErrorCode.INVALID_FAB: "its copy of the app is not valid: {}",

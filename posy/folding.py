@@ -1,4 +1,4 @@
-"""Pack the content of messages into few objects.
+"""Pack the content of messages into a small number of objects.
 
 Flower sends each record, each array and each chunk of an array as a separate object. Each object costs four calls on
 its way from the ServerApp to the client's process. Folded content has one record for all small parts, and one record
@@ -15,16 +15,17 @@ from posy.flower import UNANSWERED, ClientAppCallable, decoded, encoded, with_co
 from posy.flower import Array as SharedArray
 
 APART_BYTES = 1 << 16
-"""Size in bytes from which Posy divides an array into pieces. Clients that receive the same array share its pieces."""
+"""Minimum size in bytes of an array that Posy splits into pieces. Clients that receive the same array share its
+pieces."""
 PIECE_BYTES = 1_800_000
 """Size of a piece in bytes. A failed call restarts from the beginning, so larger pieces would never get through a
 connection that breaks every 2 MB."""
 REST = "folded"
-"""Name of the record that holds everything except the large arrays, and name of the only entry in this record."""
+"""Name of the record that holds everything except the large arrays, and of the only entry in this record."""
 
 
 def fold(content: RecordDict) -> RecordDict:
-    """Pack content into few records, without compressing or changing its arrays."""
+    """Pack content into a small number of records, without compressing or changing its arrays."""
     small_parts, pieces = RecordDict(), dict[str, ConfigRecord]()
     for name, record in content.items():
         small_parts[name] = record
@@ -40,7 +41,7 @@ def fold(content: RecordDict) -> RecordDict:
 
 
 def _pieces(array: Array) -> list[ConfigRecord]:
-    """Return an array's bytes in pieces, which all messages with this array share."""
+    """Return the bytes of an array in pieces, which all messages that contain the array share."""
     if "_pieces" not in vars(array):
         data = memoryview(array.data)
         starts = range(0, len(data), PIECE_BYTES)

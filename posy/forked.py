@@ -1,4 +1,4 @@
-"""Run work in forked processes. Arrays go through shared memory, all other data through a pipe.
+"""Run tasks in forked processes. Arrays go through shared memory, all other data through a pipe.
 
 Like PyTorch's DataLoader, Posy forks the processes when it first needs them, so they start with all loaded modules and
 data. Unlike threads, they do not share Python's global lock.
@@ -40,7 +40,7 @@ MAX_BUNDLE_PARCELS, MAX_BUNDLE_BYTES = 8, 8 << 20
 
 
 CORES = "POSY_CORES"
-"""Environment variable with the number of cores that a process may use. By default, it uses all available cores."""
+"""Environment variable for the number of cores that a process may use. By default, it uses all available cores."""
 
 
 def cores() -> int:
@@ -79,7 +79,7 @@ class Place(NamedTuple):
 
 
 class Shelf:
-    """Memory that this process shares with its later forks. It grows with the stored arrays."""
+    """Memory that this process shares with its later forks. It grows as arrays are stored."""
 
     def __init__(self) -> None:
         self._file = os.memfd_create("posy")
@@ -114,9 +114,9 @@ class Shelf:
 
 
 Finish = Callable[[int, Parcel | Exception], None]
-"""Type of a function that receives a parcel's number and its answer."""
+"""Type of a function that receives a parcel's number and result."""
 Work = Callable[[Sequence[Parcel]], Sequence[Parcel | Exception]]
-"""Type of a function that processes a group of parcels together and returns their answers in the same order."""
+"""Type of a function that processes a group of parcels and returns their results in the same order."""
 
 
 @dataclass(eq=False)
@@ -159,7 +159,7 @@ class _Job:
     end: float
 
     def next_bundle(self, num_workers: int) -> list[dict[int, Parcel]]:
-        """Return groups to send together: fewer groups if they are large, and fewer towards the end of the job."""
+        """Return the groups for one bundle: fewer if they are large, and fewer towards the end of the job."""
         bundle: list[dict[int, Parcel]] = []
         most, size = min(MAX_BUNDLE_PARCELS, 1 + len(self.waiting) // (4 * num_workers)), 0
         while self.waiting and sum(map(len, bundle)) < most and size < MAX_BUNDLE_BYTES:
@@ -170,7 +170,7 @@ class _Job:
                     parcel = self.prepare(number)
                     size += sum(map(_checked_bytes, parcel.arrays))
                     parcels[number] = parcel
-                except Exception as error:  # the exception is the parcel's answer
+                except Exception as error:  # the exception is the parcel's result
                     self.finish(number, error)
             if parcels:
                 bundle.append(parcels)
@@ -178,10 +178,10 @@ class _Job:
 
 
 class Workers:
-    """Worker processes for one kind of work, which Posy forks when it first needs them.
+    """Worker processes for one kind of task. Posy forks them when it first needs them.
 
-    If a worker dies, its current parcel gets the answer :class:`WorkerDiedError`, and a new worker replaces it. If the
-    worker processed several parcels together, Posy retries each of them alone.
+    If a worker dies, the result of its current parcel is :class:`WorkerDiedError`, and a new worker replaces it. If the
+    worker was processing a group of several parcels, Posy retries each of them alone.
     """
 
     def __init__(self, count: int, work: Work) -> None:
@@ -207,9 +207,9 @@ class Workers:
     ) -> None:
         """Process groups of parcels in order. ``prepare`` builds each parcel just before Posy sends it.
 
-        ``finish`` receives each answer, or the :class:`Exception` that ``prepare`` or the work raised. Other exceptions
-        of the work, such as :class:`KeyboardInterrupt`, propagate to the caller. The arrays in ``common`` belong to
-        several parcels and are copied only once. No group starts after the monotonic time ``end``.
+        ``finish`` receives each result, or the :class:`Exception` that ``prepare`` or the task raised. Other exceptions
+        raised by the task, such as :class:`KeyboardInterrupt`, propagate to the caller. The arrays in ``common`` belong
+        to several parcels and are copied only once. No group starts after the monotonic time ``end``.
         """
         shelved = dict(zip(map(id, common), self._common.put(common), strict=True))
         job = _Job(deque(map(list, groups)), prepare, finish, shelved, end)
@@ -226,7 +226,7 @@ class Workers:
                 for connection in wait(list(busy)):
                     assert isinstance(connection, Connection)
                     answers = self._receive(busy[connection], job.waiting)
-                    self._fill(job)  # before processing the answers, which may take a while
+                    self._fill(job)  # before processing the results, which may take a while
                     for number, answer in answers.items():
                         finish(number, answer)
         except BaseException:
@@ -267,7 +267,7 @@ class Workers:
             except EOFError:
                 return
             shelf, answers, done[0] = shelves[number], list[Any](), 0
-            common = cache(self._common.view)  # the same object each time, so that the work recognises shared arrays
+            common = cache(self._common.view)  # the same object each time, so that the task recognises shared arrays
             parcels = [parcel for group in bundle for parcel in group]
             unshared = [location for _, locations in parcels for shared, location in locations if not shared]
             end = max((location.end for location in unshared), default=0)
@@ -283,7 +283,7 @@ class Workers:
                             for head, locations in group
                         ]
                     )
-                except BaseException as error:  # any exception is the answer for the whole group
+                except BaseException as error:  # any exception is the result for the whole group
                     group_answers = [error] * len(group)
                 for answer in group_answers:
                     try:
@@ -316,7 +316,7 @@ class Workers:
         worker.bundles.append(([list(group) for group in groups], shelf))
 
     def _receive(self, worker: Worker, waiting: deque[list[int]]) -> dict[int, Parcel | Exception]:
-        """Receive the answers to a worker's first bundle, and return them keyed by parcel number."""
+        """Receive the results for a worker's first bundle, and return them keyed by parcel number."""
         groups, shelf = worker.bundles[0]
         try:
             answers = worker.connection.recv()
@@ -325,7 +325,7 @@ class Workers:
             fatal = groups[min(worker.done[0], len(groups) - 1)]
             code = worker.end()
             cause = f"by signal {-code}" if code < 0 else f"with status {code}"
-            # The groups before the fatal one were done, but their answers are lost.
+            # The groups before the fatal one were done, but their results are lost.
             lost = [group for bundle, _ in worker.bundles for group in bundle if group is not fatal]
             if len(fatal) > 1:  # retry each parcel alone, to identify the fatal one
                 lost = [[number] for number in fatal] + lost

@@ -1,4 +1,4 @@
-"""Metrics from the weights of samples: per bin of their probabilities, or per class or label."""
+"""Compute metrics from the weights of samples, summed per probability bin, or per class or label."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ def f1_scores(hits: Array, predicted: Array, actual: Array, *, micro: bool) -> d
     Parameters
     ----------
     hits, predicted, actual : numpy.ndarray, (..., C)
-        Numbers of correctly predicted, of predicted and of actual samples of each class or label.
+        Number of correctly predicted, predicted and actual samples of each class or label.
     micro : bool
         Whether the scores are for labels. Labels also get a micro average, and a label without samples and
         predictions has a score of 0.

@@ -12,11 +12,11 @@ from rich.text import Text
 WIDTH = 100
 """Width of wrapped text in characters."""
 UNLIMITED = 100_000
-"""Width of a console without line breaks in rows."""
+"""Width of a console that does not wrap rows."""
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table. Each row has a string for every column."""
+    """Print a table. Each row contains a string for every column."""
     if sys.stdout.isatty():
         Console().print(laid_out(title, columns, rows))
         return
@@ -30,7 +30,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 def laid_out(
     title: str | None, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()
 ) -> Table:
-    """Return a table for a console, without a header if it has no title. Columns in ``right`` are right-aligned."""
+    """Return a table for a console; a table without a title has no header. Columns in ``right`` are right-aligned."""
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, show_header=title is not None)
     for number, column in enumerate(columns):
         key = number == 0 and max((len(row[0]) for row in rows), default=0) < WIDTH // 2  # do not break names

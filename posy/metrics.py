@@ -6,7 +6,7 @@ from dataclasses import dataclass
 CLASSES, LABELS, VALUES = "classes", "labels", "values"
 """Targets of a task: one of C classes, any subset of C labels, or C real values."""
 CALIBRATION_BINS = 15
-"""Number of equal bins of confidence in the expected calibration error (Guo et al., 2017)."""
+"""Number of equal-width confidence bins for the expected calibration error (Guo et al., 2017)."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,12 @@ class Metric:
 
 _CATEGORICAL = (CLASSES, LABELS)
 _ALL = (
-    Metric("accuracy", "accuracy", "share of samples whose class or set of labels is predicted", _CATEGORICAL),
+    Metric("accuracy", "accuracy", "share of samples whose class or set of labels is predicted correctly",
+           _CATEGORICAL),
     Metric("balanced-accuracy", "balanced accuracy", "mean recall over the classes that occur"),
     Metric("macro-f1", "macro F1", "mean F1 over the classes that occur or are predicted", _CATEGORICAL),
     Metric("weighted-f1", "weighted F1", "mean F1 over the classes, weighted by their samples", _CATEGORICAL),
-    Metric("micro-f1", "micro F1", "F1 over all pairs of a sample and a label", (LABELS,)),
+    Metric("micro-f1", "micro F1", "F1 over all sample-label pairs", (LABELS,)),
     Metric("auroc", "AUROC",
            "area under the ROC curve; with more than two classes, mean of each class against the rest", _CATEGORICAL),
     Metric("average-precision", "average precision", "area under the precision-recall curve, averaged like the AUROC",
@@ -63,7 +64,7 @@ _ALL = (
     Metric("specificity", "specificity", "share of negative samples that are predicted as negative at `threshold`",
            binary_only=True),
     Metric("specificity-at-sensitivity", "specificity at fixed sensitivity",
-           "highest specificity with a sensitivity of at least `fixed-sensitivity`", binary_only=True),
+           "highest specificity at a sensitivity of at least `fixed-sensitivity`", binary_only=True),
     Metric("log-loss", "log loss", "mean negative log-likelihood", _CATEGORICAL, in_percent=False,
            lower_is_better=True),
     Metric("brier", "Brier score",
@@ -73,7 +74,7 @@ _ALL = (
            f"expected calibration error of the most probable class, with {CALIBRATION_BINS} equal bins",
            lower_is_better=True),
     Metric("mae", "MAE", "mean absolute error", (VALUES,), in_percent=False, lower_is_better=True),
-    Metric("rmse", "RMSE", "root of the mean squared error", (VALUES,), in_percent=False, lower_is_better=True),
+    Metric("rmse", "RMSE", "square root of the mean squared error", (VALUES,), in_percent=False, lower_is_better=True),
     Metric("r2", "R²", "coefficient of determination, averaged over the values that vary", (VALUES,),
            in_percent=False),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Handle paths from users. An impossible path is treated as missing, and never causes a traceback."""
+"""Handle paths from users. Posy treats an invalid path as missing, so it never causes a traceback."""
 
 import hashlib
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 from posy.settings import SettingsError, quoted
 
 START_DIRECTORY = "POSY_START_DIRECTORY"
-"""Environment variable with the directory where a run was started, for processes that have changed directory."""
+"""Environment variable for the directory in which a run was started; used by processes that have changed directory."""
 
 
 def expanded(text: str) -> Path:
@@ -19,11 +19,11 @@ def expanded(text: str) -> Path:
 
 
 def absolute(text: str) -> Path:
-    """Return a path from the settings with links resolved, relative to the directory where the run was started."""
+    """Resolve a path from the settings and its links, relative to the directory in which the run was started."""
     path = Path(os.environ.get(START_DIRECTORY, Path.cwd())) / expanded(text)
     try:
         return path.resolve()
-    except (OSError, RuntimeError, ValueError):  # the path is circular or impossible
+    except (OSError, RuntimeError, ValueError):  # the path is circular or invalid
         return path.absolute()
 
 
@@ -33,7 +33,7 @@ def flwr_home() -> Path:
 
 
 def exists(path: Path) -> bool:
-    """Return whether a path exists; for a name that is too long, return False where pathlib would raise an error."""
+    """Return whether a path exists, and False for a name that is so long that pathlib raises an error."""
     try:
         return path.exists()
     except OSError:
@@ -41,7 +41,7 @@ def exists(path: Path) -> bool:
 
 
 def is_file(path: Path) -> bool:
-    """Return whether a path is a file; for a name that is too long, return False where pathlib would raise an error."""
+    """Return whether a path is a file, and False for a name that is so long that pathlib raises an error."""
     return exists(path) and path.is_file()
 
 

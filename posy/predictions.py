@@ -14,25 +14,25 @@ from posy.metrics import CLASSES, VALUES
 from posy.scores import Predictions
 
 SAMPLE, LABEL = "sample", "label"
-"""Columns with the number of a sample, counted from 0 in the data set or in the site's table, and with its class."""
+"""Columns for the index of a sample, from 0, in the data set or in the site's table, and for its class."""
 
 
 def write_predictions(
     path: Path, predictions: Predictions, samples: npt.NDArray[np.integer], names: Sequence[str]
 ) -> None:
-    """Write predictions as a CSV file with a row for each sample.
+    """Write predictions to a CSV file with one row per sample.
 
-    The columns are the number of the sample, its class or its labels or values, and the outputs for each of the C
+    The columns are the index of the sample, its class or its labels or values, and the outputs for each of the C
     classes, labels or values, such as ``p(ill)``.
 
     Parameters
     ----------
     path : Path
-        The file. Its folder is created if it is missing.
+        The file. Its folder is created if necessary.
     predictions : Predictions
         The predictions for n samples.
     samples : numpy.ndarray, (n,)
-        The numbers of the samples.
+        The indices of the samples.
     names : sequence of str
         The names of the classes, labels or values.
     """
@@ -42,7 +42,7 @@ def write_predictions(
     else:
         truth, columns = predictions.y.tolist(), list(names)
     kind = "predicted" if predictions.target == VALUES else "p"
-    # Only the owner may read the labels of single samples.
+    # Only the owner may read the labels of individual samples.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with open(descriptor, "w", encoding="utf-8", newline="") as file:  # noqa: PTH123
         writer = csv.writer(file, lineterminator="\n")

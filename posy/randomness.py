@@ -17,7 +17,7 @@ _LOCK = RLock()  # all threads share PyTorch's default generator
 def seed_of(seed: int, purpose: str, *key: int) -> int:
     """Return a 63-bit seed for one purpose, for example ``("batches", round, client)``."""
     words = [seed, zlib.crc32(purpose.encode()), *key]
-    # NumPy reads an array faster than a list, with the same result.
+    # A list gives the same result, but NumPy reads an array faster.
     entropy = np.array(words, np.uint32) if min(words) >= 0 and max(words) < 1 << 32 else words
     return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]) >> 1
 
@@ -33,8 +33,8 @@ def numpy_generator(seed: int, purpose: str, *key: int) -> np.random.Generator:
 
 
 def torch_generator(seed: int, purpose: str, *key: int) -> "torch.Generator":
-    """Return a PyTorch generator (on the CPU, so that every device draws the same numbers)."""
-    import torch  # noqa: PLC0415 - the settings of a run need no PyTorch
+    """Return a PyTorch generator on the CPU, so that runs on every device draw the same numbers."""
+    import torch  # noqa: PLC0415 - slow, and not needed for settings
 
     return torch.Generator().manual_seed(seed_of(seed, purpose, *key))
 
@@ -42,7 +42,7 @@ def torch_generator(seed: int, purpose: str, *key: int) -> "torch.Generator":
 @contextmanager
 def own_generator(device: "torch.device | None" = None) -> Iterator[Callable[[int], None]]:
     """Yield a function that seeds PyTorch's default generators, and restore their state afterwards."""
-    import torch  # noqa: PLC0415 - the settings of a run need no PyTorch
+    import torch  # noqa: PLC0415 - slow, and not needed for settings
 
     gpus = [device] if device is not None and device.type == "cuda" else []
 

@@ -125,13 +125,13 @@ class _Weighted:
         self.p, self.weights = p, weights
 
     def mean(self, values: npt.NDArray[Any]) -> Floats:
-        """Return the weighted means ``(B, ...)`` of values ``(n, ...)`` of the samples."""
+        """Return the weighted means ``(B, ...)`` of the samples' values ``(n, ...)``."""
         sums = self.weights @ values
         means: Floats = sums / self.weights.sum(axis=1).reshape(-1, *[1] * (sums.ndim - 1))
         return means
 
     def rate(self, samples: npt.NDArray[np.bool_], *, positive: bool) -> Floats:
-        """Return the weighted fraction of some samples that are predicted as positive, or as negative."""
+        """Return the weighted fraction of the given samples that are predicted as positive, or as negative."""
         predicted = (self.p.outputs[:, self.p.positive] >= self.p.threshold) == positive
         return ratio(self.weights @ (samples & predicted), self.weights @ samples)
 
@@ -200,7 +200,7 @@ def _rmse(w: _Weighted) -> Floats:
 
 
 def _r2(w: _Weighted) -> Floats:
-    centred = w.p.y - w.p.y.mean(axis=0)  # so that the variance does not cancel
+    centred = w.p.y - w.p.y.mean(axis=0)  # to avoid cancellation in the variance
     variances = w.mean(np.square(centred)) - np.square(w.mean(centred))
     # Rounding makes the variance of a constant value slightly positive.
     varied = variances > 1e-12 * np.square(centred).max(axis=0)
@@ -240,7 +240,7 @@ def weighted(p: Predictions, weights: Floats, names: Collection[str]) -> dict[st
     p : Predictions
         The predictions for n samples, of which there is at least one.
     weights : numpy.ndarray, float64, (B, n)
-        B sets of weights of the samples. With a whole number, the sample counts that often.
+        B sets of weights of the samples. A sample with weight k counts k times.
     names : collection of str
         Names of metrics that suit the target.
     """

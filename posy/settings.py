@@ -30,7 +30,7 @@ LIMIT = re.compile(r"([a-z][\w-]*)(?: - ([0-9]+))?")
 LONGEST = 120
 """Maximum number of characters of a value in an error message."""
 COMMAND_LINE = "the command line"
-"""Source of settings from the command line, for error messages."""
+"""Source that error messages name for settings from the command line."""
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
 
@@ -39,7 +39,7 @@ class RunError(RuntimeError):
 
 
 class LaunchError(Exception):
-    """A Flower process, such as the SuperLink, did not start, did not answer, or rejected the run."""
+    """A Flower process, such as the SuperLink, did not start, did not respond, or rejected the run."""
 
 
 class NothingTrainedError(RunError):
@@ -54,7 +54,7 @@ class SettingsError(ValueError):
     """A setting is unknown, of the wrong type, or outside its range."""
 
     shareable = True
-    """Whether a node with data may send the message to the server: the message quotes only settings of the run."""
+    """Whether a node with data may send the message to the server, because it quotes only the run's settings."""
 
 
 class NodeConfigError(SettingsError):
@@ -64,13 +64,13 @@ class NodeConfigError(SettingsError):
 
 
 class Comparison(NamedTuple):
-    """A comparison of a setting with constants, which is part of a condition in :attr:`Setting.needs`."""
+    """A comparison of a setting with constants, as part of a condition in :attr:`Setting.needs`."""
 
     key: str
     sign: str
     """``=``, ``!=``, ``<`` or ``>``."""
     alternatives: tuple[str, ...]
-    """The constants as strings. Only ``=`` and ``!=`` allow several. ``""`` means the empty string."""
+    """The constants as strings. Only ``=`` and ``!=`` allow more than one constant. ``""`` means the empty string."""
 
     def holds(self, value: Scalar) -> bool:
         """Return whether the comparison is true for a value of its setting."""
@@ -96,7 +96,7 @@ def _equals(value: Scalar, text: str) -> bool:
 
 @lru_cache(maxsize=512)
 def parse_condition(condition: str) -> tuple[tuple[Comparison, ...], ...]:
-    """Return the alternatives of a condition, which are separated by ``or``.
+    """Parse a condition into its alternatives, which ``or`` separates.
 
     Each alternative is a tuple of the comparisons that ``and`` joins. Raise ``ValueError`` for a malformed condition.
     """
@@ -107,7 +107,7 @@ def parse_condition(condition: str) -> tuple[tuple[Comparison, ...], ...]:
 
 
 def _parse_comparison(text: str, condition: str) -> Comparison:
-    """Return a comparison in a condition, or raise ``ValueError``."""
+    """Parse one comparison in a condition; raise ``ValueError`` if it is malformed."""
     match = COMPARISON.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} in the condition {condition!r} is not a comparison such as `dp-clip > 0`")
@@ -117,7 +117,7 @@ def _parse_comparison(text: str, condition: str) -> Comparison:
 
 @lru_cache(maxsize=512)
 def parse_limit(limit: str) -> tuple[str, int]:
-    """Return the key in a limit and the number to subtract. Raise ``ValueError`` for a malformed limit."""
+    """Parse a limit into its key and the number to subtract; raise ``ValueError`` if it is malformed."""
     match = LIMIT.fullmatch(limit)
     if match is None:
         raise ValueError(f"the limit {limit!r} is not of the form `num-clients - 1`")
@@ -148,8 +148,8 @@ class Setting:
     the empty string. In a setting that several methods inherit, ``{method}`` in a key is replaced by the method's name.
     While the condition is false, any value other than the default is an error."""
     limit: str = field(default="", kw_only=True)
-    """The largest value that has an effect in a run, as given by another setting: that setting's key, or for example
-    ``num-clients - 1``. Any larger value other than the default is an error."""
+    """The largest value that has an effect in a run, which depends on another setting: its key, or an expression such
+    as ``num-clients - 1``. Any larger value other than the default is an error."""
     samples: Literal["", "image", "text", "table", "features"] = field(default="", kw_only=True)
     """The only kind of samples for which the setting has an effect. Empty if it applies to all kinds."""
     choices: tuple[str, ...] = ()
@@ -247,7 +247,7 @@ class Setting:
         return " ".join(filter(None, (word + KINDS[self.kind], " and ".join(limits))))
 
     def admits(self, value: Any) -> bool:
-        """Return whether the setting allows a value of the right type."""
+        """Return whether the setting allows a value, which must have the right type."""
         if self.choices:
             return value in self.choices or bool(self.custom_kind and CUSTOM_NAME.fullmatch(value))
         if isinstance(value, str):

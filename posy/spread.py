@@ -15,8 +15,8 @@ class Spread(TypedDict):
     (at least one value). ``weighted`` is the mean, weighted by the clients' weights. ``jain`` is Jain's index
     J = (Σ a_i)² / (M Σ a_i²), or None if every a_i is 0.
 
-    With secure aggregation, the values of single clients are not available. ``mean`` is then the mean over all samples,
-    ``samples`` is the number of samples, and ``std`` to ``jain`` are None.
+    With secure aggregation, the values of individual clients are not available. ``mean`` is then the mean over all
+    samples, ``samples`` is the number of samples, and ``std`` to ``jain`` are None.
     """
 
     mean: float
@@ -96,7 +96,7 @@ class Evaluation(NamedTuple):
 def best(evaluations: Sequence[Evaluation], *, lower_is_better: bool = False) -> Evaluation | None:
     """Return the evaluation with the best mean, or None if there is none. Ties go to the earliest round.
 
-    The function skips evaluations with fewer than nine tenths of the clients of the largest evaluation. Otherwise,
+    The function skips evaluations with fewer than nine tenths of the clients in the largest evaluation. Otherwise,
     the best of many small cohorts would depend more on the cohort than on the models.
     """
     most = max((e.over_clients["clients"] for e in evaluations), default=0)
@@ -114,7 +114,7 @@ def chosen(
 
 
 def evaluations_since_best(evaluations: Sequence[Evaluation], *, lower_is_better: bool = False) -> int:
-    """Return the number of evaluations after the best one (:func:`best`); 0 without evaluations."""
+    """Return the number of evaluations after the best one (:func:`best`), or 0 if there are none."""
     selected = best(evaluations, lower_is_better=lower_is_better)
     return 0 if selected is None else sum(e.round > selected.round for e in evaluations)
 

@@ -1,4 +1,4 @@
-"""Write files atomically, through a temporary file and a rename, and verify a checksum of the content on reading."""
+"""Write files atomically, by renaming a temporary file, and verify a checksum of the content when reading them."""
 
 import fcntl
 import json
@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 load_arrays = safetensors.numpy.load_file
-"""A function that reads the arrays of a ``.safetensors`` file, which may come from another program."""
+"""A function that reads the arrays in a ``.safetensors`` file, which another program may have written."""
 CHECKSUMS = "crc32"
 
 
@@ -28,7 +28,7 @@ class DamagedFileError(ValueError):
 def replace(path: Path, write: Callable[[Path], object], *, durable: bool = False) -> None:
     """Write a file under a temporary name with ``write``, and rename it, so that no process reads an incomplete file.
 
-    With ``durable``, wait until the file is on the disk, so that it survives a power failure.
+    If ``durable`` is true, wait until the file is on the disk, so that it survives a power failure.
     """
     temporary = path.with_name(f".{path.name}.part")
     try:
@@ -43,7 +43,7 @@ def replace(path: Path, write: Callable[[Path], object], *, durable: bool = Fals
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the entries of a directory, are on the disk."""
+    """Wait until the content of a file, or the entries of a directory, have been written to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -52,7 +52,7 @@ def sync(path: Path) -> None:
 
 
 def append(path: Path, text: str) -> None:
-    """Append text to a file, and wait until it is on the disk."""
+    """Append text to a file, and wait until the text is on the disk."""
     with path.open("a", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -61,7 +61,7 @@ def append(path: Path, text: str) -> None:
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file, and create the file if necessary. Wait until other processes release it."""
+    """Hold an exclusive lock on a file, which is created if necessary. Wait until other processes release the lock."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # any user who can read the file could lock it
     try:
@@ -72,9 +72,10 @@ def exclusive(path: Path) -> Iterator[None]:
 
 
 def lock(path: Path) -> int:
-    """Lock a directory until this process and all processes that inherit the returned descriptor have closed it.
+    """Lock a directory, and return the descriptor that holds the lock.
 
-    Raise :class:`BlockingIOError` if another process has locked it.
+    The lock ends when this process and all processes that inherit the descriptor have closed it. Raise
+    :class:`BlockingIOError` if another process has locked the directory.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -97,7 +98,7 @@ def is_locked(path: Path) -> bool:
 def write_arrays(
     path: Path, arrays: Arrays, metadata: Mapping[str, str] | None = None, *, durable: bool = False
 ) -> None:
-    """Write arrays as safetensors, with the checksum of each array in the file's metadata."""
+    """Write arrays to a ``.safetensors`` file, with the checksum of each array in the file's metadata."""
     # safetensors ignores strides: copy arrays that are not in C order.
     dense = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     sums = json.dumps({name: _checksum(array) for name, array in dense.items()})
@@ -106,7 +107,7 @@ def write_arrays(
     def save(temporary: Path) -> None:
         try:
             safetensors.numpy.save_file(dense, temporary, content)
-        except SafetensorError as error:  # for example, the disk is full
+        except SafetensorError as error:  # for example because the disk is full
             raise OSError(f"{path} cannot be written: {error}") from error
 
     replace(path, save, durable=durable)
@@ -115,7 +116,7 @@ def write_arrays(
 def read_arrays(path: Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]]:
     """Return the memory-mapped arrays and the metadata of a file from :func:`write_arrays`.
 
-    Changes to the arrays do not change the file.
+    Changes to the arrays do not affect the file.
 
     Raises
     ------
@@ -125,7 +126,7 @@ def read_arrays(path: Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]
     with _reading(path):
         # Among safetensors' frameworks, only "pt" maps the file into memory. "np" copies every array.
         with safetensors.safe_open(path, "pt") as file:
-            arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118 - no mapping
+            arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118 - not a mapping
             metadata: dict[str, str] = file.metadata()
         sums = json.loads(metadata.pop(CHECKSUMS))
         actual = {name: _checksum(array) for name, array in arrays.items()}
@@ -136,7 +137,7 @@ def read_arrays(path: Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Return the metadata of a ``.safetensors`` file without its arrays. Raise errors as :func:`read_arrays` does."""
+    """Return the metadata of a ``.safetensors`` file. Raise the same errors as :func:`read_arrays`."""
     with _reading(path), safetensors.safe_open(path, "np") as file:
         return dict(file.metadata() or {})
 
@@ -148,7 +149,7 @@ def write_json(path: Path, content: Mapping[str, Any], *, durable: bool = False)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the content of a file from :func:`write_json`. Raise errors as :func:`read_arrays` does."""
+    """Return the content of a file from :func:`write_json`. Raise the same errors as :func:`read_arrays`."""
     with _reading(path):
         document = json.loads(path.read_text(encoding="utf-8"))
         content: dict[str, Any] = document["content"]

@@ -14,7 +14,7 @@ from posy.scores import Floats, Predictions
 ROWS = 5
 """Number of sums for each value."""
 LARGEST = 1 << 60
-"""Exclusive upper bound of each of a client's sums."""
+"""Exclusive upper bound on each of a client's sums."""
 
 
 def count_of(size: int) -> int:

@@ -1,4 +1,4 @@
-"""Format the names of clients, and external text, for messages."""
+"""Format client names and external text for messages."""
 
 from collections.abc import Iterable, Mapping
 
@@ -23,11 +23,11 @@ def describe_clients(clients: Iterable[int], names: Mapping[int, str], total: in
 
 
 def capitalised(text: str) -> str:
-    """Return a text with a capital first letter."""
+    """Capitalise the first letter of a text."""
     return text[:1].upper() + text[1:]
 
 
 def one_line(text: str, most: int) -> str:
-    """Return external text as one printable line of at most ``most`` characters."""
+    """Format external text as one printable line of at most ``most`` characters."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return line if len(line) <= most else line[: most - 1] + "…"

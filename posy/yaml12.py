@@ -17,7 +17,7 @@ from yaml.constructor import ConstructorError
 from posy.settings import SettingsError
 
 MAX_BYTES, MAX_DEPTH, MAX_NODES = 4 << 20, 50, 200_000
-"""Limits for a file. Each alias counts the values of its anchor again."""
+"""Limits for a file. The values of an anchor count again for each of its aliases."""
 
 _TAG = "tag:yaml.org,2002:"
 # A plain scalar has the type of the first pattern that matches all of it. If none matches, it is a string.
@@ -32,11 +32,11 @@ _WRONG = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, Ov
 
 
 class _Loader(Composer, yaml.CSafeLoader):
-    """Loader for the YAML 1.2 core schema with libyaml's parser, which rejects duplicate keys and excessive nesting."""
+    """A loader for the YAML 1.2 core schema, based on libyaml, that rejects duplicate keys and excessive nesting."""
 
     def __init__(self, text: str) -> None:
         yaml.CSafeLoader.__init__(self, text)
-        Composer.__init__(self)  # with libyaml's parser, four times as fast as with a parser in Python
+        Composer.__init__(self)  # libyaml's parser is four times as fast as a parser in Python
         self._depth = 0
         self._sizes: dict[int, tuple[yaml.Node, int, int]] = {}
 
@@ -89,7 +89,7 @@ for _tag, _pattern in _PATTERNS:
 
 
 def parse(text: str) -> Any:
-    """Return the content of YAML. Raise :class:`ValueError` if it is malformed or exceeds the limits."""
+    """Return the content of a YAML text. Raise :class:`ValueError` if it is malformed or exceeds the limits."""
     loader = None
     try:
         loader = _Loader(text)

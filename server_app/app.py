@@ -99,7 +99,7 @@ def run(
         Before the first round, if a setting or the data is invalid.
     RunError
         After the last round, if no client's training or no client's evaluation was accepted, or if training has
-        diverged. Also if the run's files cannot be written.
+        diverged. RunError is also raised if the run's files cannot be written.
     """
     if (resumed := interrupted(user_settings, where)) is not None:
         changes = {key: value for key, value in user_settings.items() if key not in ("resume", "output-dir")}

@@ -1,4 +1,4 @@
-"""Delivers messages to real nodes, distinguishes lost messages from slow nodes, and limits waiting times."""
+"""Deliver messages to real nodes, distinguish lost messages from slow nodes, and limit waiting times."""
 
 import math
 import time
@@ -120,7 +120,7 @@ class PollingGrid(WaveGrid):
                 if not (attempts := attempts - 1):
                     raise
                 log(WARNING, "the SuperLink has lost messages in transit; the server sends them again: %s", error)
-                for message in wave:  # changes the ids, because the SuperLink has stored the old ids without content
+                for message in wave:  # renew the ids: the SuperLink has stored the old ones without content
                     message.metadata.created_at = time.time()
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
@@ -132,7 +132,8 @@ class PollingGrid(WaveGrid):
         phase = _Phase(self, all_messages, math.inf if timeout is None else timeout)
         requested = time.monotonic()
         while not phase.over():
-            # Posy's SuperLink may already have held the request until a reply arrived, so pause only for the rest.
+            # Posy's SuperLink may already have held the request until a reply arrived, so pause only for the remaining
+            # time.
             time.sleep(max(LEAST_PAUSE, pause(phase.waited) - (time.monotonic() - requested)))
             requested = time.monotonic()
         self._note_gone(all_messages, phase.replies)

@@ -28,7 +28,7 @@ from posy.words import describe_clients, one_line
 MAX_NAMED = 20
 """Maximum number of present clients that the log names when a run begins without some clients."""
 FEW_CLASSES, MAX_CLASSES = 4, 60
-"""Maximum number of a site's class names in the task table, and maximum number of their characters in total."""
+"""Maximum number of a site's class names in the task table, and the maximum length of the list in characters."""
 
 
 class Federation:
@@ -45,7 +45,7 @@ class Federation:
     settings : Settings
         The settings of the run.
     status : RunStatus, optional
-        Publishes why the run is waiting, and the nodes' answers.
+        Publishes why the run is waiting, and the nodes' replies.
     """
 
     def __init__(self, grid: WaveGrid, settings: Settings, status: RunStatus | None = None) -> None:
@@ -67,18 +67,18 @@ class Federation:
 
     @property
     def owners(self) -> dict[int, str]:
-        """The name that owns each client, without the clients of unnamed nodes."""
+        """The name that owns each client, except for clients of unnamed nodes."""
         return self._members.owners
 
     @property
     def excluded(self) -> Counter[tuple[str, str]]:
-        """Numbers of exclusions, keyed by the node's name (which may be empty) and the reason."""
+        """Number of exclusions, keyed by the node's name (which may be empty) and the reason."""
         return self.nodes.excluded
 
     def agree(self) -> Settings:
         """Let sites with local data agree on a task, and return the settings with this task.
 
-        Settings for benchmark data, or with a complete task, do not change.
+        Settings for benchmark data, and settings with a complete task, remain unchanged.
 
         Raises
         ------
@@ -88,7 +88,7 @@ class Federation:
         if not self._query.is_open:
             return self.settings
         self._presence.wait_for_claims(describe=True)
-        for client, claims in sorted(self._members.claims().items()):  # sorted, because answers arrive in any order
+        for client, claims in sorted(self._members.claims().items()):  # sorted, because replies arrive in any order
             description = self.nodes[claims[0].node_id].description
             if client < self._num_clients and description is not None:
                 self._descriptions[_site_of(client, claims[0].name)] = description
@@ -99,7 +99,7 @@ class Federation:
         task = f"{data.sample_kind} samples of shape {data.input_shape}; classes {data.classes}"
         log(INFO, "%s sites: %s", len(self._descriptions), task)
         self.settings = self._query.settings = replace(self.settings, data=data)
-        self.nodes.ask_again()  # the new query concerns the agreed task; answers in transit still describe data
+        self.nodes.ask_again()  # the new query concerns the agreed task, but replies in transit describe data
         return self.settings
 
     def join(self, fixed_tensors: Sequence[float] = ()) -> dict[int, ClientInfo]:
@@ -204,7 +204,7 @@ class Federation:
 def _site_row(
     client: int, info: ClientInfo | None, owner: str, descriptions: Mapping[str, Description]
 ) -> dict[str, Any]:
-    """Return a client's row for the task table, from its site's answers; ``info`` is None for an absent client."""
+    """Return a client's row for the task table, from its site's replies; ``info`` is None for an absent client."""
     if info is None:
         return {"site": owner, "client": client}
     row = {"site": info.name, "client": client, "training": info.num_train, "test": info.num_test}

@@ -187,7 +187,7 @@ def _central_over_folds(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _over_sums(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return each point's mean score over the folds, because the server knows no single scores or predictions."""
+    """Return each point's mean score over the folds, because the server knows only mean scores."""
     scores: dict[str, Any] = {}
     for point in POINTS:
         means = [each[point] for each in summary["runs"] if each[point] is not None]

@@ -54,7 +54,7 @@ class WaveGrid(PosyGrid):
         self.gone: set[int] = set()
         """Nodes that left before they answered. The :class:`~posy.server_app.nodes.NodeRegistry` clears the set."""
         self.counts: Counter[str] = Counter()
-        """Numbers of resent messages (``sent-again``) and of ``late-replies``. The recorder resets the counts."""
+        """Number of resent messages (``sent-again``) and of ``late-replies``. The recorder resets both counts."""
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Send the messages in waves, each with at most one message to a node, and return all replies.

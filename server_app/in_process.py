@@ -38,7 +38,7 @@ class InProcessGrid(PosyGrid):
         self.states: StateStore | None = None
         """Store for the clients' states. If None, each call chooses a store."""
         self.trusting = True
-        """True: the server may choose the clients' folders, because the clients run in its process."""
+        """True because the clients run in the server's process, so the server may choose their folders."""
 
     def end(self) -> None:
         """Stop the engine that trains the clients. The next messages start a new one."""

@@ -37,7 +37,7 @@ class Membership:
         self.hosted: dict[int, ClientInfo] = {}
         """The reachable clients, keyed by index. :meth:`assign` changes the dictionary in place."""
         self.records: dict[int, ClientInfo] = {}
-        """Every client that has taken part, with its latest answer."""
+        """Every client that has taken part, with its latest reply."""
         self.begun = False
         """Whether the run has begun. Until then, it is an error if two names claim the same client."""
         self._nodes = nodes
@@ -46,7 +46,7 @@ class Membership:
 
     @property
     def owners(self) -> dict[int, str]:
-        """The name that owns each client, without the clients of unnamed nodes."""
+        """The name that owns each client, except for clients of unnamed nodes."""
         return {client: info.name for client, info in sorted(self.records.items()) if info.name}
 
     def claims(self) -> dict[int, list[ClientInfo]]:

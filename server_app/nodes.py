@@ -1,4 +1,4 @@
-"""A run's connected nodes, their answers to the server's query, and the reasons for excluding nodes."""
+"""Track a run's connected nodes, their replies to the server's query, and the reasons for excluding nodes."""
 
 import math
 import re
@@ -30,7 +30,7 @@ MAX_EXCLUDED = 200
 
 @dataclass
 class Node:
-    """A connected node, its open query, and its latest answer."""
+    """A connected node, its open query, and its latest reply."""
 
     number: int
     """Flower's id of the node, which may change when the node restarts."""
@@ -45,7 +45,7 @@ class Node:
     ask_at: float = 0.0
     """Time at which the next query is due, on the monotonic clock."""
     patience: float = field(default_factory=lambda: ASK_SECONDS)
-    """Seconds that the server waits for an answer to the next query before it repeats the query."""
+    """Seconds that the server waits for a reply to the next query before it repeats the query."""
     clients: tuple[ClientInfo, ...] = ()
     """Clients that the node claims to host. A site's client may have no index yet (-1)."""
     description: Description | None = None
@@ -74,12 +74,12 @@ class NodeRegistry:
     query : NodeQuery
         The query that every node receives.
     status : RunStatus
-        Publishes the answers.
+        Publishes the nodes' replies.
     """
 
     def __init__(self, grid: WaveGrid, query: NodeQuery, status: RunStatus) -> None:
         self.excluded: Counter[tuple[str, str]] = Counter()
-        """Numbers of exclusions, keyed by the node's name (which may be empty) and the reason."""
+        """Number of exclusions, keyed by the node's name (which may be empty) and the reason."""
         self._grid = grid
         self._query = query
         self._status = status
@@ -104,7 +104,7 @@ class NodeRegistry:
         return [node for node in self if node.question]
 
     def poll(self) -> list[Node]:
-        """Look up the connected nodes, send due queries, read answers, and return the queried nodes.
+        """Look up the connected nodes, send due queries, read replies, and return the queried nodes.
 
         A node that reconnects receives the query again, because it may have restarted with different data. A silent
         node also receives it again, because a node that restarts loses the query, and may keep its id.
@@ -122,7 +122,7 @@ class NodeRegistry:
         return due_nodes
 
     def ask_again(self) -> None:
-        """Let :meth:`poll` query all nodes again except the excluded ones, even if their answers are in transit."""
+        """Let :meth:`poll` query all nodes again except the excluded ones, even if their replies are in transit."""
         self._nodes = {number: node for number, node in self._nodes.items() if node.reasons}
 
     def exclude(self, node: Node, reason: str) -> None:
@@ -151,7 +151,7 @@ class NodeRegistry:
             self._nodes.setdefault(number, Node(number)).registered = name
 
     def _read(self, node: Node, reply: Message) -> None:
-        """Read a node's answer, and exclude the node if it cannot take part."""
+        """Read a node's reply, and exclude the node if it cannot take part."""
         node.question, node.ask_at = "", math.inf
         if reply.has_error() and reply.error.code in LOST:
             log(INFO, "%s disconnected before it could answer; the server asks it again if it returns", node.title)
@@ -170,4 +170,4 @@ class NodeRegistry:
                 self._status.node(node.number, [info.client for info in node.clients], answer)
             except UNREADABLE as error:
                 is_known_error = isinstance(error, DataError | BadReplyError)
-                self.exclude(node, str(error) if is_known_error else f"malformed answer: {error!r}")
+                self.exclude(node, str(error) if is_known_error else f"malformed reply: {error!r}")

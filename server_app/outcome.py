@@ -54,7 +54,7 @@ def check_outcome(totals: Totals, last: RoundRecord, settings: Settings, task: T
     problem = ""
     if 2 * len(diverged) >= max(len(last.cohort), 1):
         cohort = f"the {len(last.cohort)} clients that trained in the last round"
-        problem = f"{len(diverged)} of {cohort} sent no finite numbers"
+        problem = f"{len(diverged)} of {cohort} did not send finite numbers"
     elif totals.worst_loss > 100 * guessing and loss > 3 * guessing:
         problem = f"its mean loss was {totals.worst_loss:.3g} in the worst round and is {loss:.3g} in the last"
     if problem:

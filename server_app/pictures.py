@@ -28,11 +28,11 @@ class Pictures:
     directory : RunDirectory
         The directory of the run.
     strategy : PersonalisedStrategy
-        The strategy, which receives the numbers of training samples per client and class if the server knows them.
+        The strategy, which receives the number of training samples per client and class if the server knows it.
     workspace : Workspace
         The clients' data.
     federation : Federation
-        The run's clients. Sites with local data may report their numbers of samples per class.
+        The run's clients. Sites with local data may report their number of samples per class.
     """
 
     def __init__(

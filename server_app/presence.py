@@ -1,4 +1,4 @@
-"""Waits for clients before a run begins, and before a round if clients have left."""
+"""Wait for clients before a run begins, and before a round if clients have left."""
 
 import math
 import time
@@ -18,9 +18,9 @@ from posy.strategies.settings import Settings
 from posy.words import describe_clients
 
 SILENT_SECONDS = 10.0
-"""Seconds that a new run waits for connected nodes that have not answered, once it has enough clients."""
+"""Seconds that a new run, once it has enough clients, waits for connected nodes that have not replied."""
 REFRESH_SECONDS = 2.0
-"""Seconds that a round waits for answers from newly connected nodes. Later answers take effect in the next round."""
+"""Seconds that a round waits for replies from newly connected nodes. Later replies take effect in the next round."""
 
 
 class Presence:

@@ -83,7 +83,7 @@ class PrivacyLedger:
         return {"dp_epsilon": self.epsilon(), "dp_delta": self.settings.train.dp_delta}
 
     def summary(self) -> dict[str, Any]:
-        """Return the entry for ``summary.json``: the guarantee, and the numbers that the guarantee does not cover."""
+        """Return the entry for ``summary.json``: the guarantee, and the values that the guarantee does not cover."""
         train = self.settings.train
         if train.dp == OFF:
             return {}

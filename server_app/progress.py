@@ -35,9 +35,9 @@ TASK_COLUMNS = ("site", "client", "training", "test", "samples", "classes", "ski
 class Progress:
     """Shows a run's rounds on a stream, as a live bar in a terminal or as plain lines in a log.
 
-    On a stream that is not a terminal, such as the stream that Flower copies to ``flwr log``, a line appears after
-    every n-th round, so that there are at most about 200 lines. ``done`` is the number of ``rounds`` that had finished
-    before this process started. ``clock`` returns the time in seconds.
+    In a log, such as the stream that Flower copies to ``flwr log``, a line appears after every n-th round. A log
+    therefore contains at most about 200 of these lines. ``done`` is the number of ``rounds`` that had finished before
+    this process started. ``clock`` returns the time in seconds.
     """
 
     def __init__(
@@ -311,7 +311,7 @@ LIMITED_WORDS = {
 
 
 def guarantee(privacy: dict[str, Any]) -> str:
-    """Describe the privacy guarantee in a summary, and the numbers that it does not cover."""
+    """Describe the privacy guarantee in a summary, and the values that it does not cover."""
     spent_so_far = f"ε = {privacy['epsilon']:.4g}, δ = {privacy['delta']:.3g}"
     uncovered = ", ".join(privacy["not-covered"])
     return f"{spent_so_far}: dp = {privacy['mode']} hides {privacy['protects']}; not covered: {uncovered}"

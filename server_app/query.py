@@ -1,4 +1,4 @@
-"""The query that asks each node about its clients and data, and the checks of the answer."""
+"""Build the query that asks each node about its clients and data, and check the replies."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from posy.words import one_line
 MAX_NAME = 100
 """Maximum number of characters in a node's name."""
 MAX_WARNINGS, MAX_WARNING, MAX_WARNED = 20, 300, 2000
-"""Maximum numbers of logged warnings per answer, of characters per warning, and of logged warnings per run."""
+"""Maximum number of warnings to log per reply, of characters per warning, and of warnings to log per run."""
 TOLERANCE = 1e-3
 """Absolute and relative tolerance for differences between fingerprints of the same tensors on two machines."""
 
@@ -64,7 +64,7 @@ class NodeQuery:
         return Message(RecordDict({"config": config}), dst_node_id=node, message_type=MessageType.QUERY)
 
     def clients(self, answer: Mapping[str, Any], node: int, name: str) -> NodeClients:
-        """Return the clients in a node's answer, and log its warnings; ``name`` is the node's checked name."""
+        """Return the clients that a node reports, and log its warnings; ``name`` is the node's checked name."""
         self._check_fixed_tensors(answer.get("fixed-tensors", []))
         if self._of_sites:
             return self._site(answer, node, name)
@@ -81,7 +81,7 @@ class NodeQuery:
         )
 
     def _site(self, answer: Mapping[str, Any], node: int, name: str) -> NodeClients:
-        """Return the client in a site's answer, with index -1 if the node config has no partition-id."""
+        """Return the client that a site reports, with index -1 if the node config does not set partition-id."""
         if "client" not in answer and not name:
             raise BadReplyError("its node config has neither name nor partition-id")
         client = check_index(answer["client"], self._num_clients) if "client" in answer else -1
@@ -128,7 +128,7 @@ class NodeQuery:
             raise BadReplyError("its warnings are not a list of strings")
         check_count("skipped", skipped, 0)
         texts = [one_line(text, MAX_WARNING) for text in warnings[:MAX_WARNINGS]]
-        if skipped and not texts:  # an answer from Posy's own code already has such a warning
+        if skipped and not texts:  # a reply from Posy's own code already contains such a warning
             texts.append(f"{int(skipped)} of its files cannot be read and are skipped")
         for text in texts:
             if (source, text) not in self._warned and len(self._warned) < MAX_WARNED:
@@ -138,7 +138,7 @@ class NodeQuery:
 
 
 def name_in(answer: Mapping[str, Any], registered: str) -> str:
-    """Return a node's name: the ``registered`` name of its key, or else the name in its answer."""
+    """Return a node's name: the ``registered`` name of its key, or else the name that it reports."""
     claimed = str(answer.get("name", ""))
     if registered and claimed not in ("", registered):
         raise BadReplyError(f"its node config names it {claimed!r:.99}, but its key is registered as {registered!r}")

@@ -1,4 +1,4 @@
-"""Records a run: writes its rounds to files, prints its progress, and draws its figures."""
+"""Record a run: write its rounds to files, print its progress, and draw its figures."""
 
 import shutil
 import time
@@ -45,7 +45,7 @@ from posy.strategies.replies import LIMITED, RoundRecord
 from posy.strategies.server_state import state_of
 from posy.strategies.settings import Settings
 
-NOT_AVAILABLE = "not available: with secure-aggregation the server knows only sums over the clients"
+NOT_AVAILABLE = "not available: with secure-aggregation, the server knows only sums over the clients"
 """The entry ``client-scores`` in a summary under secure aggregation."""
 HELD_BYTES = 1 << 30
 """Maximum size, in bytes, of a server state that is copied after each round in case the next round is interrupted."""

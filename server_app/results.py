@@ -96,7 +96,7 @@ class RunDirectory:
         self._write("config.yaml", dump(plain(content)))
 
     def write_partition(self, counts: npt.ArrayLike, class_names: Sequence[str]) -> None:
-        """Write the numbers of samples per client and class, ``counts`` ``(M, C)``, to ``partition.csv``."""
+        """Write the number of samples per client and class, ``counts`` ``(M, C)``, to ``partition.csv``."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(["client", *class_names])
@@ -113,7 +113,7 @@ class RunDirectory:
         replace(self.path / name, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
     def append_round(self, row: Mapping[str, Any]) -> None:
-        """Append a round to ``rounds.jsonl`` as a line with a JSON object, in which NaN and infinity become null."""
+        """Append a round to ``rounds.jsonl`` as one line of JSON, with null for NaN and infinity."""
         self._append("rounds.jsonl", json.dumps(plain(row), allow_nan=False, ensure_ascii=False) + "\n")
 
     def append_clients(self, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Resumes a run from its directory. Only some settings of the run may change."""
+"""Resume a run from its directory. Only some settings of the run may change."""
 
 import json
 import re

@@ -1,7 +1,7 @@
-"""The current status of a run on a federation, in a small file that the server updates for `posy status`.
+"""Write the current status of a run on a federation to a small file, which `posy status` reads.
 
-The file is in the SuperLink's directory and named after the run's number. It exists before the first node answers, and
-remains after the run has ended.
+The file is in the SuperLink's directory, and is named after the run's number. It exists before the first node answers,
+and remains after the run has ended.
 """
 
 import json
@@ -26,7 +26,7 @@ from posy.words import one_line
 WRITE_SECONDS = 1.0
 """Minimum number of seconds between writes of the file."""
 MAX_VERSION, MAX_VERSIONS = 60, 8
-"""Maximum number of characters in a version from a node's answer, and maximum number of versions per node."""
+"""Maximum length of a version string that a node reports, and maximum number of such strings per node."""
 FOLDER = "posy-runs"
 """Folder for status files in Flower's home."""
 _WORK = {MessageType.TRAIN: "train", MessageType.EVALUATE: "evaluate"}
@@ -88,7 +88,7 @@ class RunStatus:
                 self._change()
 
     def node(self, number: int, clients: Iterable[int], answer: Mapping[str, Any]) -> None:
-        """Record a node's clients, and the package versions in its answer."""
+        """Record the clients and package versions that a node reports."""
         version_texts = answer.get("versions", [])
         lines = (
             [one_line(str(text), MAX_VERSION) for text in version_texts[:MAX_VERSIONS]]
@@ -185,12 +185,12 @@ class RunStatus:
 
 
 class WatchedGrid(PosyGrid):
-    """A grid of real nodes that records all messages, and folds each into a few objects (:mod:`posy.folding`)."""
+    """A grid of real nodes that records all messages, and packs each into a few objects (:mod:`posy.folding`)."""
 
     def __init__(self, grid: Grid, status: RunStatus) -> None:
         self._grid = grid
         self._status = status
-        self._retry_invoker = retries_of(grid)  # Outages looks for this attribute
+        self._retry_invoker = retries_of(grid)  # Outages reads this attribute
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the ids of the connected nodes."""

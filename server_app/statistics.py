@@ -28,7 +28,7 @@ MAX_REASON = 500
 
 
 def pooled_statistics(grid: WaveGrid, settings: Settings, nodes: Mapping[int, int], names: Mapping[int, str]) -> Pooled:
-    """Return labels and statistics over all sites without learning the values of any single site.
+    """Return labels and statistics over all sites without learning the values of any individual site.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ def pooled_statistics(grid: WaveGrid, settings: Settings, nodes: Mapping[int, in
     Raises
     ------
     SettingsError
-        If too few sites answer, or their sum cannot be unmasked.
+        If too few sites reply, or their sum cannot be unmasked.
     """
     sites = SiteQueries(grid, nodes, names, settings.run.timeout)
     values = len(names_in("classes", settings.data.classes)) if open_values(settings.data) else 0
@@ -76,7 +76,7 @@ class SiteQueries:
     nodes, names : mapping
         Flower's id for each client's node, and the name of each client's site.
     timeout : float or None
-        Seconds to wait for the answers in a stage, or None for no limit.
+        Seconds to wait for the replies in a stage, or None for no limit.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class SiteQueries:
     def ask(
         self, stage: str, requests: Mapping[int, Mapping[str, Any]], check: Callable[[int, Answer], None]
     ) -> dict[int, Answer]:
-        """Send a stage's requests to the clients, and return the answers that ``check`` accepts."""
+        """Send a stage's requests to the clients, and return the replies that ``check`` accepts."""
         config = {"secure-round": ROUND, "secure-stage": stage}
         messages = [
             Message(
@@ -118,11 +118,11 @@ class SiteQueries:
 
     def drop(self, client: int, reason: str) -> None:
         """Log that a client does not take part in the statistics."""
-        log(WARNING, "%s contributes no statistics: %s", self._names[client], one_line(reason, MAX_REASON))
+        log(WARNING, "%s does not contribute statistics: %s", self._names[client], one_line(reason, MAX_REASON))
 
 
 def _check_statistics(client: int, answer: Answer, *, numbers: int) -> None:
-    """Raise :class:`BadReplyError` unless an answer contains the masked words of ``numbers`` whole numbers."""
+    """Raise :class:`BadReplyError` unless a reply contains the masked words of ``numbers`` integers."""
     if not isinstance(answer, list) or [type(text) for text in answer] != [bytes]:
         raise BadReplyError("the statistics are not a single byte string")
     if len(answer[0]) != 4 * (1 + LIMBS * numbers):

@@ -64,7 +64,7 @@ def system_accuracy(
         c for c, path in paths.items() if "n_train" in strategy.record.clients.get(c, {}) and path.exists()
     ]
     if missing := sorted(paths.keys() - set(stored_clients)):
-        log(WARNING, "system accuracy: the last models of clients %s are missing", missing)
+        log(WARNING, "system accuracy: the models of clients %s from the last round are missing", missing)
         if routes or not stored_clients:
             return None
     x, y, owner = pooled_test(workspace, strategy.members)

@@ -25,7 +25,7 @@ class Totals:
     """Whether any client's training has been accepted."""
     asked: int = 0
     evaluated: int = 0
-    """Numbers of evaluations that the server has requested and accepted."""
+    """Number of evaluations that the server has requested, and number that it has accepted."""
     worst_loss: float = 0.0
     """Highest mean training loss in any round."""
     bytes_up: int = 0
@@ -35,7 +35,7 @@ class Totals:
     dropped: Counter[str] = field(default_factory=Counter)
     """Number of dropped replies, keyed by reason."""
     delivery: Counter[str] = field(default_factory=Counter)
-    """Numbers of resent messages and of late replies."""
+    """Number of resent messages, and number of late replies."""
     clipped: Counter[int] = field(default_factory=Counter)
     discarded: Counter[int] = field(default_factory=Counter)
     down_weighted: Counter[int] = field(default_factory=Counter)
@@ -62,8 +62,8 @@ class Totals:
     def from_json(cls, stored: Mapping[str, Any]) -> Self:
         """Read the totals from the result of :meth:`as_json`; ``stored`` may also contain other keys."""
         keys = {f.name: key_of(f.name) for f in dataclasses.fields(cls)}
-        stored = {"scores": stored.get("accuracy"), **stored}  # the key in checkpoints from earlier versions
-        # Checkpoints from earlier versions lack these fields.
+        stored = {"scores": stored.get("accuracy"), **stored}  # its key in older checkpoints
+        # Older checkpoints lack these fields.
         optional_names = ("patience_ended", "system", "metrics", *LIMITED)
         totals = cls(**{name: stored[key] for name, key in keys.items() if name not in optional_names or key in stored})
         totals.dropped, totals.delivery = Counter(totals.dropped), Counter(totals.delivery)

@@ -1,4 +1,4 @@
-"""Prints which clients a run is waiting for if a wait is longer than usual."""
+"""Print the clients that a run is waiting for if a wait is longer than usual."""
 
 import math
 import time

@@ -244,7 +244,7 @@ def test_expired_messages_are_not_resent() -> None:
     error = Error(ErrorCode.MESSAGE_UNAVAILABLE, "not found")
     superlink.actions = {2: lambda: superlink.replies.update({"0": Message(error, reply_to=sent[0])})}
     [reason] = outcome(sent, PollingGrid(superlink).send_and_receive(sent))
-    assert "lost or came too late" in reason
+    assert "lost or arrived too late" in reason
 
 
 def test_simulated_nodes_are_not_pinged() -> None:

@@ -973,7 +973,7 @@ def test_a_run_continues_while_clients_leave_and_return(
         ({"name": "a\nb"}, "its name is not a line"),
         ({"name": "a" * 101}, "at most 100 characters"),
         ({"num-train": 2.5}, "num-train = 2.5"),
-        ({"num-train": "many"}, "malformed answer: TypeError"),
+        ({"num-train": "many"}, "malformed reply: TypeError"),
     ],
 )
 def test_site_with_an_invalid_description_is_excluded(

@@ -191,7 +191,7 @@ def test_system_accuracy_is_unavailable_with_secure_aggregation(
         return
     summary = run(None, config).summary
     assert summary["system-accuracy"] is None
-    assert "with secure-aggregation the clients keep their models and test samples" in warnings.text
+    assert "with secure-aggregation, the clients keep their models and test samples" in warnings.text
 
 
 def test_partial_cohort_has_local_scores_of_the_cohort_only(

@@ -201,7 +201,7 @@ def test_statistics_exclude_a_site_that_leaves(
 
     server = Server(*hospitals, change=make_site_leave)
     done = run(server, config | SECURE)
-    assert "hungary contributes no statistics" in warnings.text
+    assert "hungary does not contribute statistics" in warnings.text
     task = DataSettings(dataset="sites")
     descriptions = [describe_site(read_site(Path(h["data"]), task, POLICY), task, POLICY) for h in hospitals]
     expected = with_statistics(task, [described for i, described in enumerate(descriptions) if i != 1])

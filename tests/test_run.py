@@ -470,7 +470,7 @@ def test_if_all_clients_diverge_the_model_is_unchanged_and_no_loss_recorded(make
             "fedavg",
             {"lr": 1e3},
             "diverged",
-            "2 of the 4 clients .* no finite numbers; .*lr than 1000",
+            "2 of the 4 clients .* did not send finite numbers; .*lr than 1000",
         ),
         ("fedavg", {"lr": 20.0}, "diverged", "mean loss was .* in the worst round"),
         ("fedavg", {"lr": 0.5}, "completed", ""),

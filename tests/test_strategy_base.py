@@ -253,8 +253,8 @@ def test_unusable_replies_are_recorded_by_reason(make_strategy: MakeStrategy) ->
 
 ERRORS: dict[str, tuple[Error, str]] = {
     "unavailable": (Error(ErrorCode.NODE_UNAVAILABLE, "Error: Node Unavailable — …"), "node is gone"),
-    "lost": (Error(ErrorCode.MESSAGE_UNAVAILABLE, "of 17"), "was lost or came too late"),
-    "late": (Error(ErrorCode.REPLY_MESSAGE_UNAVAILABLE, "of 17"), "reply came too late"),
+    "lost": (Error(ErrorCode.MESSAGE_UNAVAILABLE, "of 17"), "was lost or arrived too late"),
+    "late": (Error(ErrorCode.REPLY_MESSAGE_UNAVAILABLE, "of 17"), "reply arrived too late"),
     "raised": (Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "<class 'x.E'>:<'no\nfile'>"), "failed: no file"),
     "died": (Error(ErrorCode.CLIENT_APP_CRASHED, "signal 9"), "crashed: signal 9"),
     "no app": (Error(ErrorCode.LOAD_CLIENT_APP_EXCEPTION, "no x"), "not be loaded: no x"),

@@ -9,7 +9,7 @@ from posy.settings import Scalar, key_of
 from posy.strategies.replies import LIMITED
 
 COUNTED = ("missing", "dropped", "left-out", *LIMITED, *map(key_of, LIMITED))
-"""Entries of a round or summary that trackers receive only as numbers of clients or replies."""
+"""Entries of a round or summary that trackers receive only as counts of clients or replies."""
 
 
 @dataclass(frozen=True)
