@@ -1,4 +1,4 @@
-"""The privacy accountant: (ε, δ) of Gaussian mechanisms, their composition, and a ledger of past uses.
+"""Account for privacy: compute the (ε, δ) of Gaussian mechanisms and their composition, and keep a ledger of past uses.
 
 An :class:`Event` is one use of a mechanism, for example the noise on one reply. Uses without subsampling compose
 exactly. Mechanisms with noise multipliers z_1, …, z_T are equivalent to a single Gaussian mechanism with noise

@@ -1,4 +1,4 @@
-"""Settings of the C library's memory allocator, so that a training step reuses the memory of the previous step."""
+"""Configure the C library's memory allocator so that a training step reuses the memory of the previous step."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""Bootstrap confidence intervals of metrics over the samples."""
+"""Compute bootstrap confidence intervals of metrics over the samples."""
 
 from collections.abc import Collection
 

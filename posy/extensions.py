@@ -1,4 +1,4 @@
-"""Custom code: functions and classes from the user's files or from installed packages."""
+"""Load custom code: functions and classes from the user's files or from installed packages."""
 
 import ast
 import importlib

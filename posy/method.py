@@ -1,4 +1,4 @@
-"""The public names for writing a custom method; see docs/own.md.
+"""Export the public names for writing a custom method; see docs/own.md.
 
 ``from posy.method import MethodSettings, PersonalClient, Train`` also loads PyTorch.
 """

@@ -1,4 +1,4 @@
-"""The table of metrics that a run can report. Importing this module does not import NumPy."""
+"""Define the metrics that a run can report. Importing this module does not import NumPy."""
 
 import math
 from dataclasses import dataclass

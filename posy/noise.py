@@ -1,4 +1,4 @@
-"""Gaussian noise from a cryptographic generator, on a grid, for differential privacy.
+"""Add Gaussian noise from a cryptographic generator, on a grid, for differential privacy.
 
 The sampler avoids two weaknesses of floating-point noise. A seeded generator such as PCG64 can be predicted from its
 outputs. The last bits of floating-point sums reveal which noise was added to which value (Mironov, 2012).

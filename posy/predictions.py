@@ -1,4 +1,4 @@
-"""Files with the predictions for a client's test samples."""
+"""Write and read the predictions for a client's test samples."""
 
 import csv
 import os

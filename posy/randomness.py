@@ -1,4 +1,4 @@
-"""Random streams that depend only on (seed, purpose, round, client)."""
+"""Create random streams that depend only on (seed, purpose, round, client)."""
 
 import zlib
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Metrics of predictions on labelled samples, for classification, multi-label classification and regression.
+"""Compute metrics of predictions on labelled samples, for classification, multi-label classification and regression.
 
 A metric that is not defined for the samples, such as the AUROC of samples from a single class, has no value (None).
 Means over classes skip the classes for which the metric is not defined.

@@ -1,4 +1,4 @@
-"""Signals that stop a command: Posy treats them like Ctrl-C, and defers them during operations that must be atomic."""
+"""Handle signals that stop a command: treat them like Ctrl-C, and defer them during operations that must be atomic."""
 
 import signal
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Statistics over clients: the distribution of a measure, and the majority vote."""
+"""Compute statistics over clients: the distribution of a measure, and the majority vote."""
 
 import math
 from collections.abc import Iterable, Sequence

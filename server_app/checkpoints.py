@@ -1,4 +1,4 @@
-"""Checkpoints, which store the server's state after a round. A checkpoint is either complete or absent."""
+"""Save and load checkpoints of the server's state after a round. A checkpoint is either complete or absent."""
 
 import hashlib
 import shutil

@@ -1,4 +1,4 @@
-"""Cross-validation: one training run for each fold, and one summary over all test samples."""
+"""Run a cross-validation: one training run for each fold, and one summary over all test samples."""
 
 import shutil
 import statistics

@@ -1,4 +1,4 @@
-"""The nodes' response times, and the time limits derived from them."""
+"""Measure the nodes' response times, and derive time limits from them."""
 
 import math
 import statistics

@@ -1,4 +1,4 @@
-"""A run's figures: the partition, the metric over the rounds, the clients, and figures specific to the method."""
+"""Draw a run's figures: the partition, the metric over the rounds, the clients, and figures specific to the method."""
 
 import time
 from logging import WARNING

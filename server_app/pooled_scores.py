@@ -1,4 +1,4 @@
-"""Scores over all test samples of a run, as if they belonged to one client."""
+"""Compute scores over all test samples of a run, as if they belonged to one client."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

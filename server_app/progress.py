@@ -1,4 +1,4 @@
-"""A run's progress, and the tables of its task and its results."""
+"""Show a run's progress, and the tables of its task and its results."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""The record of a finished run: its tables as data frames, and its clients' models for predictions."""
+"""Load the record of a finished run: its tables as data frames, and its clients' models for predictions."""
 
 import json
 from collections.abc import Iterable

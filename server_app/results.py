@@ -1,4 +1,4 @@
-"""A run's directory, to which Posy writes the results after each round, so that they survive if the run is killed."""
+"""Write a run's results to its directory after each round, so that they survive if the run is killed."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""Labels and statistics of the sites' data, collected with secure aggregation before the first round."""
+"""Collect labels and statistics of the sites' data with secure aggregation, before the first round."""
 
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -1,4 +1,4 @@
-"""System accuracy: the accuracy of the federation as a whole on inputs of unknown origin."""
+"""Compute system accuracy: the accuracy of the federation as a whole on inputs of unknown origin."""
 
 from collections.abc import Collection, Sequence
 from logging import WARNING
@@ -53,7 +53,7 @@ def system_accuracy(
     paths = {c: directory.models / f"client-{c}.safetensors" for c in strategy.members}
     reason = models_withheld(settings, workspace)
     if not reason and settings.data.scaling == "client":
-        reason = "with scaling = client a query would need the scale of its client"
+        reason = "with scaling = client, a query would need the scale of its client"
     if not reason and not any(path.exists() for path in paths.values()):
         reason = ON_NODES
     if reason:
@@ -80,7 +80,7 @@ def system_accuracy(
 def models_withheld(settings: Settings, workspace: Workspace) -> str:
     """Return why the clients store no models for the server, or an empty string if they may store them."""
     if settings.run.secure_aggregation:
-        return "with secure-aggregation the clients keep their models and test samples"
+        return "with secure-aggregation, the clients keep their models and test samples"
     if workspace.of_sites:
         return "the sites keep their models and test samples"
     return "" if settings.run.save_models else "it needs save-models = true"

@@ -1,4 +1,4 @@
-"""A run's scores and totals over its rounds."""
+"""Collect a run's scores and totals over its rounds."""
 
 import dataclasses
 from collections import Counter

@@ -228,9 +228,9 @@ class Comparison:
         command = f"`posy paper {self.item.paper} {self.item.name}{options}`"
         available = any(_dataset(cell) == dataset for _, cells in self.cells.values() for cell in cells)
         if available and not weights:
-            return f"{command} only takes time: the data is available"
+            return f"the data is available: run {command}"
         if dataset not in WANTED:
-            return f"Run {command}"
+            return f"run {command}"
         return f"{command} needs {dataset} in data-dir ({WANTED[dataset]})" + (
             f" and {weights} in the same folder" if weights else ""
         )

@@ -20,25 +20,26 @@ from posy.strategies.registry import PAPERS, declared
 from posy.words import capitalised
 
 LEGEND = (
-    "The first lines under each heading describe the paper's table or figure. Tables give the paper's number → Posy's "
-    "number, as mean ± standard deviation over the seeds. ✓ means that the numbers agree: within one percentage point, "
-    "or within two if the difference is at most two standard deviations (0.01 and 0.02 for numbers that are not "
-    "percentages). ≈ means that the numbers agree in runs at the small scale. ≠ means that the numbers differ. *Drawn* "
-    "means that the paper prints no number. The full scale is the paper's size. The small scale is a reduced run.",
-    "*Served* is the model that a client receives from the server. *Local* is this model after local training. *Own* "
-    "is the method's evaluation point, which is either served or local. *Last* is the last round, *average* the mean "
-    "over the last rounds, and *upper-bound* the round that is best on the test samples, which papers often report. "
-    "The mean is over the clients; *weighted* is a mean weighted by their numbers of training samples. *System* "
-    "accuracy is the accuracy on the pooled test samples of all clients, treated as inputs of unknown origin. See "
-    "[docs/runs.md](../runs.md#what-a-run-leaves) for details.",
-    "Most claims say that one row is higher than another. The test uses the differences between the rows, paired by "
-    "seed and column. A t-test at the 5 % level confirms or refutes the claim. Otherwise the claim is within the "
-    "noise, or has too few runs if there are fewer than three pairs. A claim that a row scores higher than several "
-    "rows is confirmed if the row scores higher than each of them, and refuted if any of these rows scores higher "
-    "than it (Holm's correction). The brackets give the mean difference that decides the outcome. For a claim about "
-    "spreads, the test compares the distances from the mean over the seeds (Levene's test). For a claim that two rows "
-    "are close, Posy uses two one-sided t-tests. Posy compares only runs at the same scale. (small) marks the small "
-    "scale.",
+    "The first lines under each heading describe the paper's table or figure. In each table cell, an arrow separates "
+    "the paper's number from Posy's number, which is a mean ± standard deviation over the seeds. ✓ marks numbers that "
+    "agree to within one percentage point, or to within two if the difference is at most two standard deviations. For "
+    "numbers that are not percentages, these limits are 0.01 and 0.02. ≈ marks numbers that agree in runs at the small "
+    "scale, and ≠ marks numbers that differ. *Drawn* means that the paper does not print the number. The full scale "
+    "matches the paper's experiments, and the small scale is a reduced run.",
+    "*Served* is the model that a client receives from the server. *Local* is the same model after local training. "
+    "*Own* is the method's evaluation point, which is either served or local. *Last* is the last round, and *average* "
+    "is the mean over the last rounds. *Upper-bound* is the round with the best result on the test samples, which "
+    "papers often report. Results are means over the clients, and *weighted* means are weighted by the clients' "
+    "numbers of training samples. *System* accuracy is the accuracy on the pooled test samples of all clients, treated "
+    "as inputs of unknown origin. See [docs/runs.md](../runs.md#what-a-run-leaves) for details.",
+    "Most claims state that one row scores higher than another. To confirm or refute such a claim, Posy uses a paired "
+    "t-test at the 5 % level, with one pair of results for each seed and column. Otherwise the claim is within the "
+    "noise, or has too few runs if there are fewer than three pairs. If a claim compares one row with several rows, "
+    "Posy tests each pair of rows with Holm's correction. It confirms the claim if the row scores higher than all "
+    "others, and refutes the claim if any other row scores higher. The brackets contain the mean difference that "
+    "decides the outcome. For a claim about spreads, Posy compares the distances from the mean over the seeds "
+    "(Levene's test). For a claim that two rows are close, Posy uses two one-sided t-tests. Posy compares only runs at "
+    "the same scale. In the table below, (small) denotes the small scale.",
 )
 """Explanations at the start of each page."""
 UNKNOWN = "the reason is not known"
@@ -56,7 +57,7 @@ def page(paper: str, comparisons: Sequence[Comparison], pictures: Sequence[str])
     parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines))
     if seconds := _at_scale_small(comparisons):
         parts.append(
-            _filled(f"The runs at the small scale take {duration(seconds)} in sequence, and half as long on two cores.")
+            _filled(f"The runs at the small scale take {duration(seconds)} sequentially, or half as long on two cores.")
         )
     for comparison, title in zip(comparisons, titles, strict=True):
         parts += [f"## {title}", *_section(paper, comparison, pictures)]
@@ -167,7 +168,7 @@ def _section(paper: str, comparison: Comparison, pictures: Sequence[str]) -> lis
         parts.append(_filled(f"Command: {command}{run_time}. Measured: {measures}.{_seeds(comparison)}"))
         for scale in comparison.scales:
             if changes := changed(comparison, scale):
-                parts.append(_filled(f"Settings of the {scale} scale, with the paper's values in brackets: {changes}."))
+                parts.append(_filled(f"Settings at the {scale} scale, with the paper's values in brackets: {changes}."))
     if item.kind == "partition":
         parts.append(f"Command: `posy paper {paper} {item.name}`, which needs no runs.")
     if item.rows and (item.printed or comparison.entries):
@@ -251,7 +252,7 @@ def _points(comparison: Comparison) -> str:
 def _seeds(comparison: Comparison) -> str:
     """Return a sentence with the most frequent number of seeds, or an empty string if there are no numbers."""
     seeds = comparison.usual_seeds
-    return f" Number of seeds: {seeds}, unless the table states another number." if seeds else ""
+    return f" Number of seeds: {seeds}, unless stated otherwise in the table." if seeds else ""
 
 
 def _at_scale_small(comparisons: Sequence[Comparison]) -> float:
