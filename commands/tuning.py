@@ -16,7 +16,8 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from posy.commands.table import Cell, Plan, Running, failure_of, locked_output, plan_as_yaml, start, stop
-from posy.metrics import CLASSES, DEFAULTS, METRICS, Metric, column_of
+from posy.data.settings import DataSettings
+from posy.metrics import DEFAULTS, METRICS, Metric, column_of
 from posy.server_app.progress import duration
 from posy.settings import Scalar, SettingsError
 from posy.strategies.methods import settings_class
@@ -60,7 +61,10 @@ class Search:
 def metric_for(cell: Cell) -> Metric:
     """Return the metric of a cell's runs."""
     name = str(cell.config.get("metric", AUTO))
-    return METRICS[DEFAULTS[CLASSES] if name == AUTO else name]
+    if name != AUTO:
+        return METRICS[name]
+    data = DataSettings(**{key: str(cell.config[key]) for key in ("dataset", "task") if key in cell.config})
+    return METRICS[DEFAULTS[data.target]]
 
 
 def tune(plan: Plan, *, trials: int, jobs: int) -> dict[str, Any]:
@@ -69,7 +73,7 @@ def tune(plan: Plan, *, trials: int, jobs: int) -> dict[str, Any]:
     Parameters
     ----------
     plan : Plan
-        The table. All trials use its first seed.
+        The table. All trials use its first seed and, with folds, its first fold.
     trials : int
         Trials per row and variant. The first trial uses the table's settings if they are in the search range.
     jobs : int
@@ -84,8 +88,9 @@ def tune(plan: Plan, *, trials: int, jobs: int) -> dict[str, Any]:
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     common = {"validation-fraction": fraction_of(plan)}
-    seed = plan.cells[0].seed
-    cells = [replace(cell, config={**cell.config, **common}) for cell in plan.cells if cell.seed == seed]
+    first = plan.cells[0].seed, plan.cells[0].fold
+    cells = [cell for cell in plan.cells if (cell.seed, cell.fold) == first]
+    cells = [replace(cell, config={**cell.config, **common}) for cell in cells]
     with locked_output(folder := plan.output / "tuning"):
         storage = JournalStorage(JournalFileBackend(str(folder / "studies.journal")))
         searches = [opened(cell, folder, storage) for cell in cells]

@@ -11,7 +11,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from posy.commands import cli, tuning
-from posy.commands.table import locked_output, plan_as_yaml, read_plan
+from posy.commands.table import Cell, locked_output, plan_as_yaml, plan_of, read_plan
 from posy.settings import SettingsError
 from posy.strategies.methods import METHODS, settings_class
 from posy.strategies.registry import declared
@@ -169,3 +169,32 @@ def test_two_searches_cannot_share_a_table(file: Path, tmp_path: Path) -> None:
         tuning.tune(plan, trials=1, jobs=1)
     with locked_output(plan.output / "tuning"):  # the lock was released
         assert plan.output.is_dir()
+
+
+def test_the_metric_of_the_table_selects_the_trial(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The default metric of a regression is the RMSE, of which the lowest value is best. One fold is searched."""
+    settings = {
+        "dataset": "diabetes", "num-clients": 2, "num-server-rounds": 2, "model": "linear", "device": "cpu", "folds": 2,
+    }  # fmt: skip
+    content = {"settings": settings, "seeds": [3], "runs": [{"name": "FedAvg", "settings": {"method": "fedavg"}}]}
+    plan = plan_of({**content, "output": str(tmp_path / "out")}, tmp_path / "t.yaml", {})
+    tuned = tuning.tune(plan, trials=2, jobs=2)
+    lines = [line for line in capsys.readouterr().out.splitlines() if " on validation" in line]
+    scores = {line.split("lr=")[1].split(")")[0]: float(line.split("): ")[1].split()[0]) for line in lines}
+    assert len(lines) == 2 and min(scores.values()) > 40  # in the unit of the values
+    assert str(tuned["runs"][0]["settings"]["lr"]) == min(scores, key=lambda lr: scores[lr])
+
+
+@pytest.mark.parametrize(
+    ("config", "metric", "lower"),
+    [
+        ({"dataset": "digits"}, "accuracy", False),
+        ({"dataset": "digits", "metric": "auroc"}, "auroc", False),
+        ({"dataset": "digits", "metric": "log-loss"}, "log-loss", True),
+        ({"dataset": "x.csv", "task": "multi-label"}, "average-precision", False),
+        ({"dataset": "x.csv", "task": "regression", "metric": "auto"}, "rmse", True),
+    ],
+)
+def test_trials_are_scored_by_the_metric_of_the_run(config: dict[str, str], metric: str, lower: bool) -> None:
+    found = tuning.metric_for(Cell("", "row", 0, config))
+    assert (found.name, found.lower_is_better) == (metric, lower)
