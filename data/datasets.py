@@ -16,7 +16,7 @@ from posy.data.readers.functions import read_function
 from posy.data.readers.own import as_dataset, has_columns, read_own
 from posy.data.readers.published import load_published
 from posy.data.settings import DataSettings, path_of
-from posy.data.task import TITLES
+from posy.data.task import STANDARDISED, TITLES
 from posy.data.text import MAX_LENGTH
 from posy.extensions import is_custom
 from posy.paths import absolute, exists
@@ -82,6 +82,7 @@ def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:
     except MemoryError as error:
         raise DataError(f"{name}: does not fit into memory ({error})") from error
     _check_task(dataset, settings)
+    _check_unused(dataset, settings)
     _check_resized(dataset, settings)
     return _subset(dataset, settings, seed)
 
@@ -107,6 +108,29 @@ def _check_task(dataset: Dataset, settings: DataSettings) -> None:
             f"sample-kind = {settings.sample_kind!r}: {dataset.name} has samples of kind {dataset.sample_kind}; "
             "remove sample-kind"
         )
+
+
+def _check_unused(dataset: Dataset, settings: DataSettings) -> None:
+    """Raise :class:`SettingsError` if a setting for tables or features has no effect on the data."""
+    name, columns = dataset.name, Columns.of(settings)
+    is_csv = settings.dataset not in DATASETS and Path(settings.dataset).suffix.lower() == ".csv"
+    is_table = dataset.sample_kind == "features" and bool(dataset.columns)
+    is_scaled = dataset.task.kind in STANDARDISED
+    for key, has_effect, reason in (
+        ("separator", is_csv, "is not a .csv file"),
+        ("decimal", is_csv, "is not a .csv file"),
+        ("missing", is_table, "has no named columns of features"),
+        ("min-category-rows", is_table, "has no named columns of features"),
+        ("categories", is_table, "has no named columns of features"),
+        ("scaling", is_scaled, f"has samples of the kind {dataset.sample_kind}, which are not standardised"),
+    ):
+        field = key.replace("-", "_")
+        value = getattr(settings, field)
+        if not has_effect and value != getattr(DataSettings, field):
+            raise SettingsError(f"{key} = {value!r} has no effect: {name} {reason}; remove {key}")
+    parsed = [column for column, names in zip(dataset.columns, dataset.categories, strict=False) if names is not None]
+    if unused := [column for column in columns.categories if column not in parsed]:
+        raise SettingsError(f"categories = {unused[0]!r}: {name} has no such column of categories; correct categories")
 
 
 def _check_resized(dataset: Dataset, settings: DataSettings) -> None:

@@ -79,6 +79,7 @@ class DataSettings:
         "",
         "tables: columns of categories that are written as numbers, separated by commas, or a JSON list; columns of "
         "strings always contain categories",
+        needs='protocol = ""',
         synonyms=("categorical-columns", "categorical"),
         samples="features",
     )
@@ -88,6 +89,7 @@ class DataSettings:
         "samples, with an indicator column; for categories, a separate category; `auto`: refuse, except in the raw "
         "tables of heart-disease",
         choices=("auto", "refuse", "impute"),
+        needs='protocol = ""',
         samples="features",
     )
     min_category_rows: int = setting(
@@ -95,7 +97,7 @@ class DataSettings:
         "tables: minimum number of training samples for a one-hot column, which represents a category or the missing "
         "values of a column; sites use `min-rows` of their policy",
         minimum=1,
-        needs="dataset != sites",
+        needs='dataset != sites and protocol = ""',
         samples="features",
     )
     separator: str = setting(
@@ -201,7 +203,7 @@ class DataSettings:
         True,
         "test and validation splits with the class proportions of the client; a class with a single sample is used for "
         "training; sites use the rule in their policy",
-        needs="dataset != sites",
+        needs="dataset != sites and partition != given or dataset != sites and validation-fraction > 0",
         earlier=False,
         synonyms=("stratified",),
     )

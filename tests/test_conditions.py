@@ -26,6 +26,16 @@ COMMAND_LINE = "the command line"
 WITHOUT_EFFECT: list[tuple[str, Scalar, dict[str, Scalar], dict[str, Scalar]]] = [
     ("protocol", "flamby", {"dataset": "digits"}, {"dataset": "heart-disease"}),
     ("scaling", "client", {"dataset": "sites"}, {"dataset": "heart-disease"}),
+    *(
+        (key, value, {"dataset": "heart-disease", "protocol": "flamby"}, {"dataset": "heart-disease"})
+        for key, value in (("missing", "impute"), ("missing", "refuse"), ("categories", "cp"), ("min-category-rows", 3))
+    ),
+    (
+        "stratify",
+        False,
+        {"dataset": "heart-disease", "protocol": "flamby"},
+        {"dataset": "heart-disease", "protocol": "flamby", "validation-fraction": 0.2},
+    ),
     ("dp-clip", 1.0, {}, {"dp": "local"}),
     ("dp-epsilon", 0.5, {}, {"dp": "central"}),
     ("dp-delta", 1e-6, {}, {"dp": "sample"}),

@@ -177,6 +177,35 @@ def test_unusable_tables_name_the_cell(text: str, settings: dict[str, Any], mess
         load(write(tmp_path / "t.csv", text), **settings)
 
 
+@pytest.mark.parametrize(
+    ("dataset", "key"),
+    [
+        (dataset, key)
+        for dataset, unused in {
+            "a.npz": ["missing", "min_category_rows", "categories", "separator", "decimal"],
+            "images.npz": ["missing", "categories", "scaling"],
+            "a.parquet": ["separator", "decimal"],
+            "texts.csv": ["missing", "min_category_rows", "scaling"],
+            "diabetes": ["categories"],
+            "heart-disease": ["categories"],
+        }.items()
+        for key in unused
+    ],
+)
+def test_settings_of_tables_without_effect_are_refused(dataset: str, key: str, tmp_path: Path) -> None:
+    values: dict[str, Any] = {
+        "missing": "impute", "min_category_rows": 3, "categories": "s7", "separator": "tab", "decimal": "comma",
+        "scaling": "client",
+    }  # fmt: skip
+    y, x = np.arange(12) % 2, np.arange(24.0).reshape(12, 2)
+    np.savez(tmp_path / "a.npz", x_train=x, y_train=y)
+    np.savez(tmp_path / "images.npz", x_train=np.zeros((12, 8, 8), np.uint8), y_train=y)
+    pd.DataFrame({"a": y, "b": y, "label": y}).to_parquet(tmp_path / "a.parquet")
+    (tmp_path / "texts.csv").write_text("text,label\n" + "".join(f"word{i},{i % 2}\n" for i in range(12)))
+    with pytest.raises(SettingsError, match=f"^{key.replace('_', '-')} = "):
+        load_dataset(DataSettings(dataset=dataset, **{key: values[key]}), tmp_path, 0)
+
+
 def test_settings_resolve_ambiguous_numbers(tmp_path: Path) -> None:
     path = write(tmp_path / "t.csv", "a;b|c;label\n1,234;1|2;0\n2,500;3|4;1\n")
     data = load_dataset(
