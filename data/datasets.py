@@ -1,5 +1,6 @@
 """Load any data set by its name or path."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from posy.data.partitions import Partition, partition
 from posy.data.published import DATASETS
 from posy.data.readers.arrow import HUB, read_hub
 from posy.data.readers.functions import read_function
-from posy.data.readers.own import as_dataset, has_columns, read_own
+from posy.data.readers.own import as_dataset, named_columns, read_own
 from posy.data.readers.published import load_published
 from posy.data.settings import DataSettings, path_of
 from posy.data.task import STANDARDISED, TITLES
@@ -61,7 +62,7 @@ def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:
     name = settings.dataset
     try:
         if name in DATASETS:
-            _check_columns(Columns.of(settings), name, False)
+            _check_columns(Columns.of(settings), name, ())
             dataset = load_published(name, data_dir, settings)
         else:
             size = (settings.image_size,) * 2 if settings.image_size else None
@@ -70,11 +71,11 @@ def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:
             if name.startswith(HUB):
                 content = read_hub(name, columns, size, settings.download)
             elif function:
-                _check_columns(columns, name, False)
+                _check_columns(columns, name, ())
                 content = read_function(name, columns)
             else:
                 path = path_of(name, data_dir)
-                _check_columns(columns, name, has_columns(path))
+                _check_columns(columns, name, named_columns(path))
                 content = read_own(path, size, columns=columns)
             dataset = as_dataset(content, name, settings.text_length or MAX_LENGTH)
     except OSError as error:
@@ -87,12 +88,13 @@ def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:
     return _subset(dataset, settings, seed)
 
 
-def _check_columns(columns: Columns, name: str, has_columns: bool) -> None:
-    """Raise :class:`SettingsError` if the settings name columns, but the data has none."""
-    if (named := columns.named()) and not has_columns:
+def _check_columns(columns: Columns, name: str, allowed: Sequence[str]) -> None:
+    """Raise :class:`SettingsError` if a setting names a column, but the data has no such columns."""
+    if refused := [(key, column) for key, column in columns.named() if key not in allowed]:
+        key, column = refused[0]
         raise SettingsError(
-            f"{named[0][0]} = {named[0][1]!r} cannot be combined with dataset = {name!r}, which has no columns: only "
-            f".csv, .parquet, hf:owner/name and folders of datasets.save_to_disk have columns; remove {named[0][0]}"
+            f"{key} = {column!r} cannot be combined with dataset = {name!r}, which has no such columns: only .csv, "
+            f".parquet, hf:owner/name and folders of datasets.save_to_disk have columns; remove {key}"
         )
 
 

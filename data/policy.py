@@ -43,7 +43,7 @@ class Policy:
     split_column: str = setting(
         "",
         "column that identifies the patient, or another unit with several rows: its rows are in the same split, and no "
-        "run may use the column",
+        "run may use the column; `.npz`: an array, folders of images: a column of `metadata.csv`",
     )
     folds: int = setting(
         0,

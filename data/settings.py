@@ -72,7 +72,8 @@ class DataSettings:
     )
     group_column: str = setting(
         "",
-        "tables: name of the column that contains the natural groups; empty: `group`, if the table has one",
+        "tables, and `metadata.csv` in folders of images: name of the column that contains the natural groups; empty: "
+        "`group`, if a table has one",
         samples="table",
     )
     categories: str = setting(
@@ -192,9 +193,9 @@ class DataSettings:
     )
     split_column: str = setting(
         "",
-        "tables: name of a column that identifies the patient, or another unit with several rows: all rows of "
-        "a patient at a client are in the same split, and the column is not a feature; "
-        "sites use the column in their policy",
+        "name of a column that identifies the patient, or another unit with several rows: all rows of a patient at a "
+        "client are in the same split, and the column is not a feature; `.npz`: arrays such as `patients_train`; "
+        "folders of images: a column of `metadata.csv`; sites use the name in their policy",
         needs="partition = natural | file",
         synonyms=("patient-column", "split-groups", "subject-column"),
         samples="table",

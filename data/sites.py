@@ -33,7 +33,7 @@ from posy.data.labels import label_name, renumbered
 from posy.data.partitions import Partition, finished
 from posy.data.policy import Policy
 from posy.data.pooled import numbers_of
-from posy.data.readers.own import has_columns, read_own
+from posy.data.readers.own import named_columns, read_own
 from posy.data.settings import SITES, DataSettings
 from posy.data.splits import Strata, split, split_folds
 from posy.data.task import STANDARDISED, TASK_KINDS
@@ -56,8 +56,11 @@ def read_site(path: Path, settings: DataSettings, policy: Policy, skip_unreadabl
         raise DataError(f"data = {str(path)!r} in the node config: it must be an absolute path", "no-data")
     if not exists(path):
         raise DataError(f"{path}: this file or directory does not exist (data in the node config)", "no-data")
-    if policy.split_column and not has_columns(path):
-        raise DataError(f"{path}: it has no columns; remove split-column = {policy.split_column!r} from the policy")
+    if policy.split_column and "split-column" not in named_columns(path):
+        raise DataError(
+            f"{path}: data of this form does not identify patients; remove split-column = {policy.split_column!r} "
+            "from the policy"
+        )
     size, mode = None, None
     if settings.input_shape and settings.sample_kind == "image":
         channels, height, width = shape_in(settings, "image")

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from PIL import Image
 from scipy import stats
 
 import posy
@@ -131,6 +132,64 @@ def test_all_rows_of_a_patient_are_in_one_split(tmp_path: Path) -> None:
     assert not patients_apart(patients, by_row)
 
 
+FORMS = {
+    "a.npz": {"split_column": "eye"},
+    "b.npz": {},
+    "arrays": {"split_column": "eye"},
+    "a.parquet": {"split_column": "eye", "group_column": "hospital"},
+    "images": {"split_column": "eye", "group_column": "hospital"},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_of_data_keeps_patients_together(form: str, tmp_path: Path) -> None:
+    y, eyes, hospitals = np.arange(48) % 2, np.arange(48) // 4, np.arange(48) // 24
+    x = np.stack([eyes, np.arange(48)], axis=1).astype(float)
+    names = np.array([f"eye {eye}" for eye in eyes])
+    np.savez(tmp_path / "a.npz", x_train=x, y_train=y, eye_train=names, groups_train=hospitals)
+    np.savez(tmp_path / "b.npz", x_train=x, y_train=y, patients_train=eyes, groups_train=hospitals)
+    (tmp_path / "arrays").mkdir()
+    for name, array in {"x": x, "y": y, "eye": names, "groups": hospitals}.items():
+        np.save(tmp_path / f"arrays/{name}.npy", array)
+    table = pd.DataFrame({"eye": eyes, "number": np.arange(48), "hospital": hospitals, "label": y})
+    table.to_parquet(tmp_path / "a.parquet")
+    files = [f"{'ab'[label]}/{number:02d}.png" for number, label in enumerate(y)]
+    for number, file in enumerate(files):
+        (tmp_path / "images" / file).parent.mkdir(exist_ok=True, parents=True)
+        Image.fromarray(np.full((4, 4), number, np.uint8)).save(tmp_path / "images" / file)
+    table.assign(file_name=files).sample(frac=1, random_state=0).to_csv(tmp_path / "images/metadata.csv", index=False)
+    settings = DataSettings(dataset=form, partition="natural", num_clients=2, validation_fraction=0.3, **FORMS[form])  # type: ignore[arg-type]
+    data, part = load_clients(settings, tmp_path, 1)
+    if form == "images":
+        number = np.rint(data.x[:, 0, 0, 0]).astype(int)
+    else:
+        number = data.x[:, data.columns.index("number") if data.columns else 1].astype(int)
+    assert patients_apart(eyes[number], part)
+    for client, parts in enumerate(zip(part.train, part.test, part.validation, strict=True)):
+        assert sorted(number[np.concatenate(parts)]) == list(range(24 * client, 24 * client + 24))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        (None, "needs a file metadata.csv"),
+        ("file,eye\na/0.png,1\n", "it needs one column file_name"),
+        ("file_name,hospital\na/0.png,1\n", "it needs one column eye"),
+        ("file_name,eye\na/0.png,1\nb/0.png,\n", "b/0.png has no value"),
+        ("file_name,eye\na/0.png\n", "row 2 does not have 2 cells"),
+        ("", "metadata.csv"),
+    ],
+)
+def test_unusable_metadata_of_images_is_refused(metadata: str | None, message: str, tmp_path: Path) -> None:
+    for file in ("a/0.png", "b/0.png"):
+        (tmp_path / file).parent.mkdir()
+        Image.fromarray(np.zeros((4, 4), np.uint8)).save(tmp_path / file)
+    if metadata is not None:
+        (tmp_path / "metadata.csv").write_text(metadata)
+    with pytest.raises(DataError, match=message):
+        read_own(tmp_path, columns=Columns(split="eye"))
+
+
 def test_groups_of_unequal_size_come_close_to_the_fraction() -> None:
     sizes = [30, 1, 2, 3, 5, 4, 5]
     groups = np.repeat(np.arange(7), sizes)
@@ -215,9 +274,19 @@ def test_a_site_keeps_the_patients_of_its_policy_together(tmp_path: Path) -> Non
     assert "split-column" in str(raised.value) and "input-columns" in str(raised.value)
     with pytest.raises(DataError, match="split-column = 'name'"):
         read_site(path, settings, Policy(split_column="name"))
-    np.savez(tmp_path / "b.npz", x_train=np.zeros((4, 2)), y_train=np.arange(4))
-    with pytest.raises(DataError, match="no columns"):
-        read_site(tmp_path / "b.npz", settings, policy)
+    y = np.arange(48) % 2
+    np.savez(tmp_path / "b.npz", x_train=np.zeros((48, 2)), y_train=y, patient_train=np.arange(48) % 12)
+    content = read_site(tmp_path / "b.npz", settings, policy)
+    train, test = site_split(content, settings, policy)
+    assert not set(train % 12) & set(test % 12) and len(test) == 12
+    np.savez(tmp_path / "c.npz", x_train=np.zeros((48, 2)), y_train=y)
+    with pytest.raises(DataError, match="no array patient_train"):
+        read_site(tmp_path / "c.npz", settings, policy)
+    for part in ("train", "test"):
+        (tmp_path / f"pfllib/{part}").mkdir(parents=True)
+        np.savez(tmp_path / f"pfllib/{part}/0.npz", data={"x": np.zeros((4, 2)), "y": np.arange(4) % 2})
+    with pytest.raises(DataError, match="split-column = 'patient'"):
+        read_site(tmp_path / "pfllib", settings, policy)
 
 
 def test_a_site_refuses_folds_unless_its_policy_allows_them(tmp_path: Path) -> None:

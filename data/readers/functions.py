@@ -16,7 +16,8 @@ from posy.data.values import check_lengths, check_shape
 from posy.extensions import format_error, load
 from posy.metrics import CLASSES
 
-PARTS = ("x", "y", "groups", "patients", "test")
+PATIENTS = "patients"
+PARTS = ("x", "y", "groups", PATIENTS, "test")
 """Keys of the mapping that a function may return."""
 
 

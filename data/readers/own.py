@@ -1,5 +1,7 @@
 """Read custom data: .npz, .csv, .parquet, folders of images or .npy files, saved `datasets`, and PFLlib directories."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -10,14 +12,14 @@ from posy.data.columns import Columns
 from posy.data.dataset import Content, Dataset, make_dataset
 from posy.data.errors import DataError
 from posy.data.files import check_regular
-from posy.data.labels import as_labels, joined_labels, known_labels, numbered_groups
+from posy.data.labels import as_labels, joined_labels, known_labels, label_name, numbered_groups, written_label
 from posy.data.readers.arrow import is_saved, read_parquet, read_saved
-from posy.data.readers.functions import PARTS, content_of
+from posy.data.readers.functions import PARTS, PATIENTS, content_of
 from posy.data.readers.image import image_content, labelled_images
 from posy.data.readers.npz import NpzFile
 from posy.data.readers.pfllib import is_pfllib, read_pfllib
 from posy.data.readers.samples import samples_of
-from posy.data.readers.tables import read_csv
+from posy.data.readers.tables import read_csv, rows_of
 from posy.data.targets import as_targets
 from posy.data.text import MAX_LENGTH
 from posy.data.values import check_alike, check_lengths, check_shape
@@ -81,8 +83,11 @@ def read_own(
         if path.is_dir():
             if is_pfllib(path):
                 return read_pfllib(path)
-            arrays = exists(path / "x.npy") and exists(path / "y.npy")
-            return read_arrays(path, columns) if arrays else _read_folder(path, size, mode, skip_unreadable)
+            return (
+                read_arrays(path, columns)
+                if _has_arrays(path)
+                else _read_folder(path, size, mode, skip_unreadable, columns)
+            )
         kind = path.suffix.lower()
         if kind == ".parquet":
             return read_parquet(path, columns, size, mode, skip_unreadable)
@@ -101,8 +106,9 @@ def read_own(
 def read_npz(path: Path, columns: Columns = Columns()) -> Content:  # noqa: B008 - immutable
     """Read an .npz file, and return its training and test samples in one array, with a mask of the test samples.
 
-    The function reads ``x_train, y_train`` and, if they exist, ``x_test, y_test`` and ``groups_train, groups_test``
-    (numbers or strings). :func:`posy.data.readers.samples.samples_of` determines the kind of the samples.
+    The function reads ``x_train, y_train`` and, if they exist, ``x_test, y_test``, ``groups_train, groups_test`` and
+    ``patients_train, patients_test`` (numbers or strings). ``columns.split`` is another name for the patients.
+    :func:`posy.data.readers.samples.samples_of` determines the kind of the samples.
 
     Raises
     ------
@@ -115,8 +121,9 @@ def read_npz(path: Path, columns: Columns = Columns()) -> Content:  # noqa: B008
         raise DataError(
             f"{path}: contains {list(archive.names)}; it must have x_train, y_train and optionally x_test, y_test"
         )
+    unit = columns.split or PATIENTS
     for split in splits:
-        names = [f"{kind}_{split}" for kind in ("x", "y", "groups") if f"{kind}_{split}" in archive.names]
+        names = [f"{kind}_{split}" for kind in ("x", "y", "groups", unit) if f"{kind}_{split}" in archive.names]
         check_lengths(str(path), **{name: (archive.shape(name)[0] or (0,))[0] for name in names})
         check_shape(archive.shape(f"x_{split}")[0], str(path))
 
@@ -126,6 +133,10 @@ def read_npz(path: Path, columns: Columns = Columns()) -> Content:  # noqa: B008
 
     has_groups = {f"groups_{split}" for split in splits} <= set(archive.names)
     groups, group_names = numbered_groups(labels("groups")) if has_groups else (None, ())
+    units = [f"{unit}_{split}" for split in splits]
+    has_units = bool(columns.split) or not set(units).isdisjoint(archive.names)
+    if has_units and (missing := [name for name in units if name not in archive.names]):
+        raise DataError(f"{path}: no array {missing[0]}, which identifies the {unit} of each sample; add it")
     names = [f"y_{split}" for split in splits]
     if columns.target == CLASSES:
         y, class_names = labels("y"), tuple[str, ...]()
@@ -141,12 +152,23 @@ def read_npz(path: Path, columns: Columns = Columns()) -> Content:  # noqa: B008
         check_alike(str(path), parts, pixels=x.ndim > 2)
     kind, samples, notes = samples_of(x, columns.kind, str(path))
     attributes = {"class_names": class_names, "target": columns.target, "group_names": group_names}
+    attributes["split_groups"] = numbered_groups(labels(unit))[0] if has_units else None
     return Content(path, kind, samples, y, groups, is_test, read_notes=tuple(notes), **attributes)  # type: ignore[arg-type]
 
 
-def has_columns(path: Path) -> bool:
-    """Return whether the data at a path is a table, so that settings may name its columns."""
-    return path.suffix.lower() in (".csv", ".parquet") or is_saved(path)
+def named_columns(path: Path) -> tuple[str, ...]:
+    """Return the settings that may name columns or arrays of the data at a path."""
+    if path.suffix.lower() in (".csv", ".parquet") or is_saved(path):
+        return ("label-column", "input-columns", "group-column", "split-column")
+    if path.suffix.lower() == ".npz":
+        return ("split-column",)
+    if not path.is_dir() or is_pfllib(path):
+        return ()
+    return ("split-column",) if _has_arrays(path) else ("group-column", "split-column")
+
+
+def _has_arrays(path: Path) -> bool:
+    return exists(path / "x.npy") and exists(path / "y.npy")
 
 
 def read_arrays(path: Path, columns: Columns = Columns()) -> Content:  # noqa: B008 - immutable
@@ -156,8 +178,9 @@ def read_arrays(path: Path, columns: Columns = Columns()) -> Content:  # noqa: B
     """
     parts = {}
     for key in PARTS:
-        file = path / f"{key}.npy"
-        if key not in ("x", "y") and not exists(file):
+        unit = columns.split if key == PATIENTS else ""
+        file = path / f"{unit or key}.npy"
+        if key not in ("x", "y") and not unit and not exists(file):
             continue
         check_regular(file)
         try:
@@ -168,7 +191,40 @@ def read_arrays(path: Path, columns: Columns = Columns()) -> Content:  # noqa: B
     return content_of(parts, str(path), path, columns)
 
 
-def _read_folder(path: Path, size: tuple[int, int] | None, mode: str | None, skip_unreadable: bool | None) -> Content:
-    """Read a folder of class folders, as :func:`posy.data.readers.image.labelled_images` describes."""
+def _read_folder(
+    path: Path, size: tuple[int, int] | None, mode: str | None, skip_unreadable: bool | None, columns: Columns
+) -> Content:
+    """Read a folder of class folders, as :func:`posy.data.readers.image.labelled_images` describes.
+
+    The named columns of its ``metadata.csv`` contain the groups and the patients.
+    """
     files, names, is_test = labelled_images(path)
-    return image_content(path, files, names, size, mode, skip_unreadable, is_test=is_test)
+    attributes, group_names = {"is_test": is_test}, tuple[str, ...]()
+    named = [("groups", "group-column", columns.group), ("split_groups", "split-column", columns.split)]
+    for attribute, key, column in named:
+        if column:
+            attributes[attribute], labels = numbered_groups(_metadata(path, files, key, column))
+            group_names = labels if attribute == "groups" else group_names
+    content = image_content(path, files, names, size, mode, skip_unreadable, **attributes)
+    return replace(content, group_names=group_names)
+
+
+def _metadata(path: Path, files: Sequence[Path], key: str, column: str) -> np.ndarray:
+    """Return the value of each image file in a column of ``metadata.csv``, ``(N,)``.
+
+    As in ImageFolder of `datasets`, the column ``file_name`` contains the paths of the images in the folder.
+    """
+    table = path / "metadata.csv"
+    if not exists(table):
+        raise DataError(f"{path}: {key} = {column!r} needs a file metadata.csv with the columns file_name and {column}")
+    (_, header), *rows = [*rows_of(table)] or [(0, [])]
+    titles = [label_name(title) for title in header]
+    if missing := [name for name in ("file_name", column) if titles.count(name) != 1]:
+        raise DataError(f"{table}: the columns are {', '.join(titles)}; it needs one column {missing[0]} ({key})")
+    if short := [number for number, row in rows if len(row) != len(header)]:
+        raise DataError(f"{table}: row {short[0]} does not have {len(header)} cells, as the header has")
+    name_of = {row[titles.index("file_name")]: written_label(row[titles.index(column)]) for _, row in rows}
+    relative = [file.relative_to(path).as_posix() for file in files]
+    if unknown := [name for name in relative if not name_of.get(name)]:
+        raise DataError(f"{table}: {unknown[0]} has no value in the column {column}; each image needs one")
+    return as_labels(np.array([name_of[name] for name in relative]), str(table))
