@@ -248,7 +248,7 @@ class Workspace:
     def _loaded(self) -> tuple[Dataset, Partition]:
         data = self.settings.data
         if not self.of_sites:
-            return load_clients(data, Path(data.data_dir), self.settings.run.seed)
+            return load_clients(data, Path(data.data_dir), self.settings.split_seed)
         content = read_site(data_path(self.site), data, self.policy, self.skip_unreadable)
         return load_site(content, data, self.policy)
 

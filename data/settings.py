@@ -224,6 +224,15 @@ class DataSettings:
         minimum=0,
         limit="folds",
     )
+    split_seed: int = setting(
+        -1,
+        "seed for the subset of `max-samples`, the partition, the splits and the folds: runs with equal values have the "
+        "same samples in each split, whatever their seed; -1: the seed of the run",
+        needs="dataset != sites",
+        minimum=-1,
+        maximum=2**31 - 1,
+        synonyms=("data-seed", "partition-seed"),
+    )
     test_fraction: float = setting(
         0.25,
         "fraction of each client's samples held out for testing, unless a test set is supplied; sites use the fraction "

@@ -222,6 +222,11 @@ class Settings:
             splits["training"] = "train"
         return splits
 
+    @property
+    def split_seed(self) -> int:
+        """The seed for the partition and the splits of the data."""
+        return self.run.seed if self.data.split_seed < 0 else self.data.split_seed
+
     def as_config(self) -> dict[str, Scalar]:
         """Return the settings as a flat mapping; the method's settings are prefixed with the method's name."""
         method_config = as_config(self.method, key_prefix(self.run.method))

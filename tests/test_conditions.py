@@ -79,6 +79,7 @@ WITHOUT_EFFECT: list[tuple[str, Scalar, dict[str, Scalar], dict[str, Scalar]]] =
     ("test-fraction", 0.5, {"dataset": "sites"}, {}),
     ("test-fraction", 0.5, {"folds": 2, "fold": 1}, {}),
     ("stratify", False, {"dataset": "sites"}, {}),
+    ("split-seed", 3, {"dataset": "sites"}, {}),
     ("split-column", "id", {}, {"partition": "natural", "dataset": "a.csv"}),
     ("split-column", "id", {"dataset": "sites"}, {"partition": "file", "dataset": "a.csv"}),
     ("folds", 5, {"partition": "given"}, {"dataset": "sites"}),

@@ -17,6 +17,7 @@ from scipy import stats
 
 import posy
 from posy.client_app.policy import violations
+from posy.client_app.workspace import Workspace
 from posy.commands.table import plan_of, run_table
 from posy.data.columns import Columns
 from posy.data.datasets import load_clients
@@ -31,6 +32,7 @@ from posy.report.comparison import gain_over_folds
 from posy.server_app.app import run
 from posy.server_app.recorder import Recorder
 from posy.settings import SettingsError
+from posy.strategies.registry import read_settings
 
 POLICY = Policy(min_rows=2)
 
@@ -240,6 +242,22 @@ def test_folds_need_test_samples_that_posy_selects(tmp_path: Path) -> None:
     assert [len(rows) for rows in part.test] == [10, 10]
     with pytest.raises(SettingsError, match="folds = 1"):
         DataSettings(folds=1)
+
+
+def test_the_split_seed_determines_the_splits_and_the_seed_the_model() -> None:
+    def draws(**seeds: int) -> list[list[int]]:
+        config = {"method": "fedavg", "max-samples": 120, "num-clients": 3, "folds": 3, "fold": 1, "device": "cpu"}
+        changes = {key.replace("_", "-"): value for key, value in seeds.items()}
+        workspace = Workspace(read_settings({**config, "validation-fraction": 0.2, **changes}))
+        part, images = workspace.partition, workspace.dataset.x
+        splits = [images[rows].sum() for name in ("train", "test", "validation") for rows in getattr(part, name)]
+        first = workspace.initial(workspace.architecture, workspace.settings.run.seed)
+        return [[len(rows) for rows in part.train], splits, first.tolist()[:50]]
+
+    first, model, splits = draws(seed=1, split_seed=4), draws(seed=2, split_seed=4), draws(seed=1, split_seed=5)
+    assert first[:2] == model[:2] and first[2] != model[2]
+    assert first[2] == splits[2] and first[1] != splits[1]
+    assert draws(seed=4)[:2] == first[:2]
 
 
 def test_small_clients_are_listed(make_config: Callable[..., dict[str, Any]]) -> None:

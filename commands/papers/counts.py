@@ -43,8 +43,10 @@ def count(plan: Plan, absent: dict[str, str]) -> dict[str, str]:
             continue
         settings = read_settings(cell.config, cell.name)
         try:
-            dataset = load_dataset(settings.data, Path(settings.data.data_dir), cell.seed)
-            counts = partition(dataset, settings.data, cell.seed).train_counts(dataset.y, dataset.task.num_classes)
+            dataset = load_dataset(settings.data, Path(settings.data.data_dir), settings.split_seed)
+            counts = partition(dataset, settings.data, settings.split_seed).train_counts(
+                dataset.y, dataset.task.num_classes
+            )
         except DataError as error:
             absent[settings.data.dataset] = str(error)
         except SettingsError as error:
