@@ -226,8 +226,8 @@ class DataSettings:
     )
     split_seed: int = setting(
         -1,
-        "seed for the subset of `max-samples`, the partition, the splits and the folds: runs with equal values have the "
-        "same samples in each split, whatever their seed; -1: the seed of the run",
+        "seed for the subset of `max-samples`, the partition, the splits and the folds: runs with equal values have "
+        "the same samples in each split, whatever their seed; -1: the seed of the run",
         needs="dataset != sites",
         minimum=-1,
         maximum=2**31 - 1,

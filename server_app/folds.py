@@ -1,10 +1,10 @@
 """Run a cross-validation: one training run for each fold, and one summary over all test samples."""
 
+import csv
 import shutil
-import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from logging import INFO
@@ -16,9 +16,9 @@ from flwr.common.logger import log
 from posy.extensions import key_prefix
 from posy.metrics import column_of
 from posy.paths import absolute
-from posy.scores import values_of
+from posy.scores import Predictions, values_of
 from posy.server_app.central import central_spread
-from posy.server_app.pooled_scores import majority_notice, pooled_scores, read_clients
+from posy.server_app.pooled_scores import joined, majority_notice, pooled_scores, read_clients
 from posy.server_app.progress import results_table
 from posy.server_app.record import Record
 from posy.server_app.recorder import NOT_AVAILABLE, Recorder
@@ -31,6 +31,11 @@ from posy.strategies.registry import with_experiment
 from posy.strategies.run_settings import RunSettings
 from posy.strategies.settings import Settings
 
+UNKNOWN: dict[str, None] = {"last": None, "best": None, "upper-bound": None}
+AT_NODES = "means over the folds; scores over all samples are not available, because the predictions stay at the nodes"
+"""The entry ``fold-scores`` in a summary without predictions."""
+OF_SUMS = "means over the folds; scores over all samples are not available with secure-aggregation"
+"""The entry ``fold-scores`` in a summary under secure aggregation."""
 Train = Callable[[Mapping[str, Any]], Recorder]
 """Type of a function that executes a run with some settings changed."""
 
@@ -105,33 +110,35 @@ class CrossValidation:
             "folds": settings.data.folds,
             "runs": [_fold_entry(fold, each) for fold, each in finished.items()],
             **_central_over_folds([each["central"] for each in finished.values() if "central" in each]),
-            **{point: {"last": None, "best": None, "upper-bound": None} for point in POINTS},
+            **{point: dict(UNKNOWN) for point in POINTS},
         }
         for each in finished.values():
             summary |= {key: each[key] for key in ("metric", "sites") if key in each}
         if self._recorder is not None and "metric" in summary:
-            summary |= self._scores(self._recorder, list(finished), summary)
+            summary |= self._scores(self._recorder, finished, summary)
         self.summary = self.directory.write_summary(summary)
 
-    def _scores(self, recorder: Recorder, folds: list[int], summary: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the scores over each client's out-of-fold predictions, and over the predictions of all clients."""
-        run, task, point = self.settings.run, recorder.workspace.task, self.settings.method.point
-        folders = [self._folder(fold) / "predictions" for fold in folds]
-        if not any(folder.is_dir() for folder in folders):
-            hidden = {"client-scores": NOT_AVAILABLE} if run.secure_aggregation else {}
-            return {**_over_sums(summary), **hidden}
-        columns, rounds = recorder.columns, summary["rounds"]
+    def _scores(
+        self, recorder: Recorder, finished: Mapping[int, dict[str, Any]], summary: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the scores over the finished folds, given the summary of each fold.
+
+        They are the scores over each client's out-of-fold predictions, and over the predictions of all clients. If the
+        predictions stay at the nodes, they are means over the folds.
+        """
+        run, columns, rounds = self.settings.run, recorder.columns, summary["rounds"]
+        if run.secure_aggregation:
+            return {**_means_of_sums(finished.values(), summary), "client-scores": NOT_AVAILABLE}
+        folders = [self._folder(fold) / "predictions" for fold in finished]
+        has_predictions = any(folder.is_dir() for folder in folders)
         names = (columns.metric.name, *columns.other_metrics)
-        clients = range(self.settings.data.num_clients)
-        rows: dict[int, dict[str, Any]] = {client: {} for client in clients}
-        for client in clients:
-            for at in POINTS:
-                predictions = read_clients(folders, [client], task, run, at)
-                if len(predictions.y):
-                    values = values_of(predictions, names)
-                    rows[client] |= {column_of(at, name): value for name, value in values.items()}
-                    rows[client]["n_test"] = len(predictions.y)
-        rows = {client: row for client, row in rows.items() if row}
+        scores: dict[str, Any] = {}
+        if has_predictions:
+            rows, scores = self._out_of_fold(recorder, folders, names)
+        else:
+            last = {self._folder(fold): each["rounds"] for fold, each in finished.items()}
+            rows = _client_means(last, [column_of(at, name) for at in POINTS for name in names])
+            scores["fold-scores"] = AT_NODES
         over_clients = {
             column: spread(
                 [row[column] for row in rows.values() if column in row],
@@ -144,23 +151,34 @@ class CrossValidation:
         self.directory.grown["clients.csv"] = []
         (self.directory.path / "clients.csv").unlink(missing_ok=True)
         self.directory.append_clients({"round": rounds, "partition": c, **row} for c, row in rows.items())
-        pooled = pooled_scores(folders, {at: list(clients) for at in POINTS}, task, run, point)
-        if not run.save_predictions and len(folds) == self.settings.data.folds:
+        if has_predictions and not run.save_predictions and len(folders) == self.settings.data.folds:
             for folder in folders:
                 shutil.rmtree(folder)
-        notice = majority_notice(pooled, task.class_names, columns.metric, point)
-        scores = {
-            at: {
-                "last": {"round": rounds, **over, "missing": 0} if (over := over_clients[name]) else None,
-                "best": None,
-                "upper-bound": None,
-            }
-            for at in POINTS
-            for name in (column_of(at, columns.metric.name),)
-        }
+        for at in POINTS:
+            over = over_clients[column_of(at, columns.metric.name)]
+            scores[at] = {**UNKNOWN, "last": {"round": rounds, **over, "missing": 0} if over else None}
         reported = {column: over for column, over in over_clients.items() if over}
-        notices = {"notices": [notice]} if notice else {}
-        return {**scores, "metrics": {"round": rounds, **reported}, "pooled": pooled, **notices}
+        return {**scores, "metrics": {"round": rounds, **reported}}
+
+    def _out_of_fold(
+        self, recorder: Recorder, folders: Sequence[Path], names: Sequence[str]
+    ) -> tuple[dict[int, dict[str, Any]], dict[str, Any]]:
+        """Return the row of each client with its metrics, and the entries for the summary about all samples."""
+        run, task, point = self.settings.run, recorder.workspace.task, self.settings.method.point
+        rows: dict[int, dict[str, Any]] = {}
+        parts: dict[str, list[Predictions]] = {at: [] for at in POINTS}
+        for client in range(self.settings.data.num_clients):
+            for at in POINTS:
+                predictions = read_clients(folders, [client], task, run, at)
+                if not len(predictions.y):
+                    continue
+                parts[at].append(predictions)
+                values = values_of(predictions, names)
+                row = rows.setdefault(client, {"n_test": len(predictions.y)})
+                row |= {column_of(at, name): value for name, value in values.items()}
+        pooled = pooled_scores({at: joined(parts[at], task, run) for at in POINTS}, task, run, point)
+        notice = majority_notice(pooled, task.class_names, recorder.columns.metric, point)
+        return rows, {"pooled": pooled, **({"notices": [notice]} if notice else {})}
 
 
 def _fold_entry(fold: int, summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,16 +204,58 @@ def _central_over_folds(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"central": central}
 
 
-def _over_sums(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return each point's mean score over the folds, because the server knows only mean scores."""
-    scores: dict[str, Any] = {}
-    for point in POINTS:
-        means = [each[point] for each in summary["runs"] if each[point] is not None]
-        spread_of = {"mean": statistics.fmean(means) if means else None, "clients": summary["num-clients"]}
-        spread_of |= dict.fromkeys(("std", "min", "max", "tenth", "weighted", "jain"))
-        last = {"round": summary["rounds"], **spread_of, "missing": 0} if means else None
-        scores[point] = {"last": last, "best": None, "upper-bound": None}
-    return scores
+def _client_means(rounds: Mapping[Path, int], columns: Sequence[str]) -> dict[int, dict[str, Any]]:
+    """Return the mean of each client's scores over the folds, weighted by its test samples.
+
+    Parameters
+    ----------
+    rounds : mapping of Path to int
+        The last round of each fold, keyed by the fold's folder.
+    columns : sequence of str
+        The columns of ``clients.csv`` with the scores. A fold without a score is skipped.
+    """
+    folds: dict[int, list[dict[str, str]]] = {}
+    for folder, last in rounds.items():
+        with (folder / "clients.csv").open(encoding="utf-8", newline="") as file:
+            for row in csv.DictReader(file):
+                if int(row["round"]) == last and row["n_test"]:
+                    folds.setdefault(int(row["partition"]), []).append(row)
+    means: dict[int, dict[str, Any]] = {}
+    for client, rows in sorted(folds.items()):
+        means[client] = {"n_test": sum(int(row["n_test"]) for row in rows)}
+        for column in columns:
+            scores = [(float(row[column]), int(row["n_test"])) for row in rows if row.get(column)]
+            if scores:
+                means[client][column] = _weighted_mean(scores)
+    return {client: row for client, row in means.items() if len(row) > 1}
+
+
+def _weighted_mean(scores: Sequence[tuple[float, int]]) -> float:
+    return sum(score * weight for score, weight in scores) / sum(weight for _, weight in scores)
+
+
+def _means_of_sums(folds: Iterable[Mapping[str, Any]], summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the mean of each score over the folds, weighted by the test samples, if the server knows only sums.
+
+    For accuracy, log loss and MAE, this is the score over all samples.
+    """
+    entries: dict[str, list[Mapping[str, Any]]] = {}
+    for each in folds:
+        found = {column: e for column, e in (each.get("metrics") or {}).items() if column != "round"}
+        for key, entry in {**{point: each[point]["last"] for point in POINTS}, **found}.items():
+            if entry and entry.get("samples"):
+                entries.setdefault(key, []).append(entry)
+    means: dict[str, Any] = {}
+    for key, parts in entries.items():
+        mean = _weighted_mean([(part["mean"], part["samples"]) for part in parts])
+        counts = {"clients": max(part["clients"] for part in parts), "samples": sum(part["samples"] for part in parts)}
+        means[key] = {"mean": mean, **dict.fromkeys(("std", "min", "max", "tenth", "weighted", "jain")), **counts}
+    rounds = summary["rounds"]
+    scores: dict[str, Any] = {
+        point: {**UNKNOWN, "last": {"round": rounds, **means.pop(point), "missing": 0} if point in means else None}
+        for point in POINTS
+    }
+    return {**scores, "metrics": {"round": rounds, **means}, "fold-scores": OF_SUMS}
 
 
 def interrupted(user_settings: Mapping[str, Any], where: str) -> Path | None:

@@ -13,7 +13,7 @@ from posy.metrics import CLASSES, Metric, metrics_for
 from posy.predictions import read_predictions
 from posy.randomness import numpy_generator
 from posy.scores import Predictions, confusion_matrix, recalls, values_of
-from posy.strategies.columns import POINTS, predictions_with
+from posy.strategies.columns import predictions_with
 from posy.strategies.run_settings import RunSettings
 
 MAJORITY = 0.8
@@ -21,7 +21,7 @@ MAJORITY = 0.8
 
 
 def pooled_scores(
-    folders: Sequence[Path], clients: Mapping[str, Sequence[int]], task: Task, run: RunSettings, point: str
+    predictions_at: Mapping[str, Predictions], task: Task, run: RunSettings, point: str
 ) -> dict[str, Any]:
     """Return the metrics over the test samples of all clients, keyed by evaluation point.
 
@@ -31,10 +31,8 @@ def pooled_scores(
 
     Parameters
     ----------
-    folders : sequence of Path
-        The folders with the clients' predictions, in files named after the point and the client.
-    clients : mapping of str to sequence of int
-        The clients with scores at each evaluation point. A client without a file is skipped.
+    predictions_at : mapping of str to Predictions
+        The predictions for the test samples of all clients, keyed by evaluation point.
     task : Task
         The task of the run.
     run : RunSettings
@@ -44,8 +42,7 @@ def pooled_scores(
     """
     names = [metric.name for metric in metrics_for(task.target, task.num_classes)]
     scores: dict[str, Any] = {}
-    for at in POINTS:
-        predictions = read_clients(folders, clients[at], task, run, at)
+    for at, predictions in predictions_at.items():
         if not len(predictions.y):
             continue
         values = values_of(predictions, names)
@@ -64,15 +61,28 @@ def pooled_scores(
 def read_clients(
     folders: Sequence[Path], clients: Sequence[int], task: Task, run: RunSettings, point: str
 ) -> Predictions:
-    """Return the predictions for the test samples of several clients at an evaluation point."""
-    names = task.class_names
-    shape = (0,) if task.target == CLASSES else (0, len(names))
-    kind = np.int64 if task.target == CLASSES else np.float64
-    empty = predictions_with(task, run, np.empty(shape, kind), np.empty((0, len(names))))
+    """Return the predictions for the test samples of several clients at an evaluation point.
+
+    Each folder contains a file for each point and client. A client without a file is skipped.
+    """
+    empty = _none(task, run)
     paths = [folder / f"{point}-{client}.csv" for folder in folders for client in clients]
-    parts = [empty, *(read_predictions(path, empty, names) for path in paths if path.is_file())]
+    return joined([read_predictions(path, empty, task.class_names) for path in paths if path.is_file()], task, run)
+
+
+def joined(parts: Sequence[Predictions], task: Task, run: RunSettings) -> Predictions:
+    """Return the predictions of several clients or folds, one after the other."""
+    empty = _none(task, run)
+    parts = [empty, *parts]
     y, outputs = (np.concatenate([getattr(part, name) for part in parts]) for name in ("y", "outputs"))
     return replace(empty, y=y, outputs=outputs)
+
+
+def _none(task: Task, run: RunSettings) -> Predictions:
+    """Return predictions for no samples."""
+    count = len(task.class_names)
+    shape, kind = ((0,), np.int64) if task.target == CLASSES else ((0, count), np.float64)
+    return predictions_with(task, run, np.empty(shape, kind), np.empty((0, count)))
 
 
 def majority_notice(scores: dict[str, Any], names: Sequence[str], metric: Metric, point: str) -> str:

@@ -384,7 +384,8 @@ def _folds(summary: Mapping[str, Any]) -> str:
     if "fold" in summary:
         return f"{summary['fold']} of {summary['folds']}"
     if "folds" in summary:
-        return f"{len(summary['runs'])} of {summary['folds']}; scores over the test samples of all folds"
+        meaning = summary.get("fold-scores", "scores over the test samples of all folds")
+        return f"{len(summary['runs'])} of {summary['folds']}; {meaning}"
     return ""
 
 

@@ -25,7 +25,7 @@ from posy.server_app.checkpoints import ARRAYS, Checkpoint, Checkpoints, Resumpt
 from posy.server_app.federation import Federation
 from posy.server_app.memory import Memory
 from posy.server_app.pictures import Pictures
-from posy.server_app.pooled_scores import majority_notice, pooled_scores
+from posy.server_app.pooled_scores import majority_notice, pooled_scores, read_clients
 from posy.server_app.privacy import PrivacyLedger
 from posy.server_app.progress import Progress, results_table
 from posy.server_app.record import Record
@@ -170,7 +170,8 @@ class Recorder:
         name = self.columns.metric.name
         clients = {p: [c for c, row in rows.items() if column_of(p, name) in row] for p in POINTS}
         try:
-            self.pooled = pooled_scores([folder], clients, task, run, point)
+            predictions = {at: read_clients([folder], clients[at], task, run, at) for at in POINTS}
+            self.pooled = pooled_scores(predictions, task, run, point)
         except (ValueError, LookupError) as error:
             log(WARNING, "the predictions in %s cannot be read: %s", folder, error)
         if not run.save_predictions:

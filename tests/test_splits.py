@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from nodes import NodeGrid
 from PIL import Image
 from scipy import stats
 
@@ -28,7 +29,10 @@ from posy.data.readers.own import read_own
 from posy.data.settings import DataSettings
 from posy.data.sites import read_site, site_split
 from posy.data.splits import RANDOM, Strata, count_aside, split, split_folds
+from posy.predictions import read_predictions
 from posy.report.comparison import gain_over_folds
+from posy.scores import Predictions
+from posy.server_app import pooled_scores
 from posy.server_app.app import run
 from posy.server_app.recorder import Recorder
 from posy.settings import SettingsError
@@ -376,6 +380,51 @@ def test_a_stopped_run_with_folds_resumes(heart: dict[str, object], monkeypatch:
         assert resumed.summary[key] == whole.summary[key]
     with pytest.raises(SettingsError, match="all folds are complete"):
         posy.run(resume="cv")
+
+
+def test_folds_on_nodes_give_means_of_each_client(heart: dict[str, object], tmp_path: Path) -> None:
+    """The predictions stay at the nodes, but a mean of accuracies is the accuracy over all of a client's samples."""
+    config = {key.replace("_", "-"): value for key, value in heart.items() if key != "save_predictions"}
+    nodes = NodeGrid(*({"partition-id": client, "num-partitions": 2} for client in range(2)))
+    summary = run(nodes, config).summary
+    whole = posy.run(**{**heart, "run_name": "whole"})
+    assert "pooled" not in summary and "stay at the nodes" in summary["fold-scores"]
+    assert "fold-scores" not in whole.summary
+    rows = pd.read_csv(tmp_path / "runs/cv/clients.csv").set_index("partition")
+    expected = whole.clients.set_index("partition")
+    assert rows["n_test"].tolist() == [24, 24]
+    np.testing.assert_allclose(rows["served_accuracy"], expected["served_accuracy"])
+    np.testing.assert_allclose(rows["served_log_loss"], expected["served_log_loss"], rtol=1e-5)
+    for key in ("mean", "std", "min", "max", "clients"):
+        assert summary["served"]["last"][key] == pytest.approx(whole.summary["served"]["last"][key])
+    folds = pd.concat([pd.read_csv(tmp_path / f"runs/cv/fold-{k}/clients.csv").query("round == 2") for k in (1, 2, 3)])
+    means = folds.groupby("partition").apply(lambda part: np.average(part["served_auroc"], weights=part["n_test"]))
+    np.testing.assert_allclose(rows["served_auroc"], means)
+
+
+def test_folds_with_masks_give_means_of_sums(heart: dict[str, object], capsys: pytest.CaptureFixture[str]) -> None:
+    whole = posy.run(**{**heart, "run_name": "whole"}).summary["pooled"]["served"]
+    secret = {key: value for key, value in heart.items() if key != "save_predictions"}
+    masked = posy.run(**secret, secure_aggregation=True).summary
+    last = masked["served"]["last"]
+    assert (last["samples"], last["clients"], last["std"]) == (48, 2, None)
+    assert last["mean"] == pytest.approx(whole["metrics"]["accuracy"])
+    assert masked["metrics"]["served_log_loss"]["mean"] == pytest.approx(whole["metrics"]["log-loss"], abs=0.01)
+    assert "not available with secure-aggregation" in capsys.readouterr().out
+
+
+def test_each_file_of_predictions_is_read_once(heart: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+
+    def count(path: Path, *arguments: Any) -> Predictions:
+        read.append(path)
+        return read_predictions(path, *arguments)
+
+    monkeypatch.setattr(pooled_scores, "read_predictions", count)
+    posy.run(**heart)
+    summarised = [path for path in read if path.parent.parent.name.startswith("fold-")]
+    folds_read = len(set(summarised))
+    assert folds_read == 12 and len(summarised) == 2 * folds_read  # by the fold, and by the summary of all folds
 
 
 def test_a_site_refuses_a_run_over_all_folds() -> None:
