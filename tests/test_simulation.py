@@ -116,6 +116,8 @@ def run_in_process(settings: dict[str, Any]) -> None:
 
 CUT = {"num-server-rounds": 8, "checkpoint-every": 2}
 SECURE = {"secure-aggregation": True}
+TABLE = {"dataset": "heart-disease", "max-samples": 0, "validation-fraction": 0.2}
+"""The raw tables of four hospitals, with categories and missing values."""
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +156,8 @@ def simulated(folder: Path, request: pytest.FixtureRequest) -> Path:
     tests = [item.name for item in request.session.items if item.getparent(pytest.Module) is request.node]
     selected = [method for method in (*CORE, *FURTHER) if any(f"[{method}]" in test for test in tests)]
     configs = [settings(runs, method, method) for method in selected]
+    if any("table" in test for test in tests):
+        configs.append(settings(runs, "fedavg", "table", **TABLE))
     configs.append(settings(runs, "ppfe", "secure", **SECURE))
     configs.append(settings(runs, "fedrep", "cut", **CUT))
     done = subprocess.run(
@@ -177,6 +181,16 @@ def test_ray_and_one_process_give_the_same_models(method: str, simulated: Path, 
 def test_secure_aggregation_gives_the_same_models_on_ray(simulated: Path, tmp_path: Path) -> None:
     run_in_process(settings(tmp_path, "ppfe", "secure", **SECURE))
     assert_same_results(simulated / "secure", tmp_path / "secure")
+
+
+@pytest.mark.slow
+def test_a_raw_table_gives_the_same_models_on_ray(simulated: Path, tmp_path: Path) -> None:
+    run_in_process(settings(tmp_path, "fedavg", "table", **TABLE))
+    assert_same_results(simulated / "table", tmp_path / "table")
+    predictors = [posy.load(folder / "table").predictor("Hungary") for folder in (simulated, tmp_path)]
+    row = dict.fromkeys(predictors[0].preprocessing.columns, None) | {"age": 60, "cp": "4", "thal": "?", "restecg": "9"}
+    first, second = (predictor(row).tolist() for predictor in predictors)
+    assert first == second
 
 
 @contextmanager

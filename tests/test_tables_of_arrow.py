@@ -126,6 +126,36 @@ def test_settings_select_columns(form: str, tmp_path: Path) -> None:
             load(path, input_columns=columns_text)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("task", ["regression", "multi-label"])
+def test_several_columns_of_targets(form: str, task: str, tmp_path: Path) -> None:
+    targets = FEATURES[:, :2] if task == "regression" else (FEATURES[:, :2] > [0, 5]).astype(int)
+    kind = pd.Series(NAMES, dtype="category").astype(str)
+    frame = pd.DataFrame({"days": targets[:, 0], "kind": kind, "c": FEATURES[:, 2], "dose": targets[:, 1]})
+    path = write_forms(tmp_path, frame)[form]
+    dataset = load(path, task=task, label_column="dose,days")
+    assert dataset.task.class_names == ("dose", "days") and dataset.columns == ("kind", "c")
+    np.testing.assert_array_equal(dataset.y, targets[:, ::-1])
+    np.testing.assert_allclose(dataset.x[:, 1], FEATURES[:, 2])
+    assert [dataset.categories[0][int(number)] for number in dataset.x[:, 0]] == NAMES.tolist()  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("task", "column", "code"),
+    [
+        ("regression", [1.0, None, 3.0], "missing-value"),
+        ("regression", ["1", "2", "3"], "wrong-target"),
+        ("multi-label", [0.0, 1.0, 2.0], "wrong-target"),
+    ],
+)
+def test_unusable_targets_name_the_column(task: str, column: list[Any], code: str, tmp_path: Path) -> None:
+    frame = pd.DataFrame({"a": [1.0, 2.0, 3.0], "first": [0.0, 1.0, 1.0], "second": column})
+    frame.to_parquet(tmp_path / "t.parquet")
+    with pytest.raises(DataError) as raised:
+        load(tmp_path / "t.parquet", task=task, label_column="first,second")
+    assert raised.value.code == code and "second" in str(raised.value)
+
+
 def test_column_settings_need_a_table(tmp_path: Path) -> None:
     load_npz(tmp_path / "a.npz", FEATURES)
     (tmp_path / "mine.py").write_text("def data():\n    return [[1.0], [2.0]] * 4, [0, 1] * 4\n")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from nodes import LENIENT, NodeGrid
+from nodes import LENIENT, POLICY, NodeGrid
 from sklearn.metrics import average_precision_score, f1_score, mean_absolute_error, r2_score, root_mean_squared_error
 
 import posy
@@ -425,6 +425,45 @@ def test_sites_agree_on_the_values_and_series_of_a_run(tmp_path: Path, secure: b
     np.testing.assert_allclose([float(word) for word in data.target_mean.split(",")], joined.mean(0), rtol=1e-9)
     np.testing.assert_allclose([float(word) for word in data.target_std.split(",")], joined.std(0), rtol=1e-9)
     assert done.rounds == 3
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_sites_standardise_each_channel_of_their_time_series(tmp_path: Path, secure: bool) -> None:
+    """The statistics of a channel are those of all steps in all sites' training samples."""
+    rng = np.random.default_rng(3)
+    sites = []
+    for number in range(3):
+        trend = rng.normal(0, 1, 60)
+        x = rng.normal(0, 0.3, (60, 8, 3)) * [1, 40, 1] + [number, 900, 0]
+        x[:, :, 0] += trend[:, None] * np.linspace(-1, 1, 8)
+        path = tmp_path / f"site{number}.npz"
+        np.savez(path, x_train=x, y_train=np.where(trend > 0, "rises", "falls"))
+        sites.append({"name": f"site{number}", "data": str(path)})
+    config = {
+        **{
+            "method": "fedavg",
+            "dataset": "sites",
+            "num-clients": 3,
+            "num-server-rounds": 3,
+            "optimizer": "adam",
+            "lr": 0.01,
+        },
+        **{"batch-size": 8, "output-dir": str(tmp_path / "runs"), "run-name": "a", "device": "cpu"},
+    }
+    if secure:
+        config |= {"secure-aggregation": True}
+    done = run(NodeGrid(*sites), config)
+    data = done.settings.data
+    training = []
+    for site in sites:
+        content = read_site(Path(site["data"]), data, POLICY)
+        assert content.kind == "series"
+        training.append(content.x[site_split(content, data, POLICY)[0]])
+    steps = np.concatenate(training).reshape(-1, 3).astype(np.float64)
+    np.testing.assert_allclose([float(word) for word in data.feature_mean.split(",")], steps.mean(0), rtol=1e-6)
+    np.testing.assert_allclose([float(word) for word in data.feature_std.split(",")], steps.std(0), rtol=1e-6)
+    assert (data.input_shape, data.sample_kind, done.strategy.architecture.model) == ("8x3", "series", "gru")
+    assert done.summary["local"]["last"]["mean"] > 0.7
 
 
 def test_a_policy_limits_the_metrics_of_a_task() -> None:
