@@ -63,8 +63,8 @@ def metric_for(cell: Cell) -> Metric:
     name = str(cell.config.get("metric", AUTO))
     if name != AUTO:
         return METRICS[name]
-    data = DataSettings(**{key: str(cell.config[key]) for key in ("dataset", "task") if key in cell.config})
-    return METRICS[DEFAULTS[data.target]]
+    dataset, task = (str(cell.config.get(key, getattr(DataSettings, key))) for key in ("dataset", "task"))
+    return METRICS[DEFAULTS[DataSettings(dataset=dataset, task=task).target]]
 
 
 def tune(plan: Plan, *, trials: int, jobs: int) -> dict[str, Any]:

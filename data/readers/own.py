@@ -151,9 +151,9 @@ def read_npz(path: Path, columns: Columns = Columns()) -> Content:  # noqa: B008
         parts = {name: (archive.shape(name)[1], half) for name, half in zip(names, halves, strict=True)}
         check_alike(str(path), parts, pixels=x.ndim > 2)
     kind, samples, notes = samples_of(x, columns.kind, str(path))
-    attributes = {"class_names": class_names, "target": columns.target, "group_names": group_names}
+    attributes: dict[str, Any] = {"class_names": class_names, "target": columns.target, "group_names": group_names}
     attributes["split_groups"] = numbered_groups(labels(unit))[0] if has_units else None
-    return Content(path, kind, samples, y, groups, is_test, read_notes=tuple(notes), **attributes)  # type: ignore[arg-type]
+    return Content(path, kind, samples, y, groups, is_test, read_notes=tuple(notes), **attributes)
 
 
 def named_columns(path: Path) -> tuple[str, ...]:
