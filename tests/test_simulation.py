@@ -189,8 +189,8 @@ def test_a_raw_table_gives_the_same_models_on_ray(simulated: Path, tmp_path: Pat
     assert_same_results(simulated / "table", tmp_path / "table")
     predictors = [posy.load(folder / "table").predictor("Hungary") for folder in (simulated, tmp_path)]
     row = dict.fromkeys(predictors[0].preprocessing.columns, None) | {"age": 60, "cp": "4", "thal": "?", "restecg": "9"}
-    first, second = (predictor(row).tolist() for predictor in predictors)
-    assert first == second
+    first, second = (predictor.predict(row) for predictor in predictors)
+    assert first == second and 0 < first.probabilities["disease"] < 1
 
 
 @contextmanager
