@@ -177,7 +177,7 @@ def _check_named(header: Sequence[str], columns: Columns, where: str) -> None:
             raise DataError(
                 f"{where}: {key} = {name!r}: this column does not exist; the table has {shown}",
                 "missing-column",
-                name,
+                "" if key == "split-column" else name,  # a site names this column in its policy
             )
         if other := [key2 for key2, name2 in named if name2 == name and key2 != key]:
             raise DataError(

@@ -10,7 +10,7 @@ CODES = {
     "not-a-number": "a cell is not a finite number in the range of float32",
     "wrong-label": "a label is missing, or is neither a whole number nor a string",
     "wrong-target": "its labels do not suit the run's task",
-    "missing-column": "a column that the run names does not exist",
+    "missing-column": "a column that the run or the policy names does not exist",
     "label-column": "the run uses the site's label column for another purpose",
     "other-columns": "its columns differ from the run's columns",
     "other-kind": "the kind of its samples differs from the run's kind",

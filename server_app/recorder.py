@@ -208,6 +208,10 @@ class Recorder:
         run, metric = self.settings.run, self.columns.metric
         if self.totals.runs_out_of_patience(server_round, run, self.settings.method.point, metric):
             self._end_after(server_round + 1)
+        notice = self.totals.patience_notice(run, self.settings.method.point, metric) if evaluated else ""
+        if notice and notice not in self.notices:
+            log(WARNING, notice)
+            self.notices.append(notice)
         system = self._system_accuracy_of(server_round)
         central = self._central_scores.of_round(server_round) if evaluated and self._central_scores else {}
         counts, self.federation.grid.counts = self.federation.grid.counts, Counter()

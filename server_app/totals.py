@@ -127,6 +127,15 @@ class Totals:
         self.patience_ended = server_round
         return True
 
+    def patience_notice(self, run: RunSettings, point: str, metric: Metric) -> str:
+        """Return a warning if ``patience`` cannot end the run because no validation split has a score, else ``""``."""
+        if not run.patience or not self.evaluated or self.validation[POINTS.index(point)]:
+            return ""
+        return (
+            f"patience = {run.patience} has no effect: the {metric.title} is not defined for any client's validation "
+            f"split; set a larger validation-fraction, or another metric"
+        )
+
     def early_stop(self, patience: int, point: str, metric: Metric) -> dict[str, Any]:
         """Return the entry for the summary if ``patience`` has ended the run."""
         if not self.patience_ended:

@@ -50,6 +50,15 @@ def test_the_run_stops_when_the_validation_score_does_not_improve(
         assert endless.summary[point] == recorder.summary[point]
 
 
+def test_patience_without_validation_scores_is_reported(make_config: MakeConfig, tiny: Any) -> None:
+    x, y, train, test = tiny
+    of_one_class = [[i for i in part if y[i] == y[part[0]]] for part in train]
+    config = make_config("fedavg", data=(x, y, of_one_class, test), metric="auroc", **STOPS | {"num_server_rounds": 3})
+    summary = run(None, config).summary
+    assert [notice for notice in summary["notices"] if notice.startswith("patience = 2")]
+    assert "stopped-early" not in summary and summary["rounds"] == 3
+
+
 def test_the_test_split_does_not_decide(make_config: MakeConfig, tiny: Any) -> None:
     x, y, train, test = tiny
     other = [list(part[:1]) for part in test]
