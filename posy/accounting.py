@@ -141,7 +141,7 @@ def composed(events: Iterable[Event]) -> float:
 
 
 def as_unit(event: Event, unit: Unit) -> Event | None:
-    """Convert an event to a unit of privacy; return None if the event gives no guarantee for this unit.
+    """Convert an event to a unit of privacy; return None if the event does not guarantee privacy for this unit.
 
     A client's reply with local noise hides any change to its data, and therefore also a change to one sample. A central
     event hides whether a client takes part. Its participation changes the sum by at most the clipping bound C. Changing
@@ -154,7 +154,7 @@ def as_unit(event: Event, unit: Unit) -> Event | None:
 
 
 def spent(events: Iterable[Event], delta: float, unit: Unit = "sample") -> float:
-    """Return the total ε that events have spent at δ, or infinity if one of them gives no guarantee.
+    """Return the total ε that events have spent at δ, or infinity if one of them does not give any guarantee.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """Draw figures as PNG files that are 1200 pixels wide (wider for rows of panels).
 
 Every function takes data and a path and writes one file, unless the data is empty or contains only None and NaN. The
-functions use matplotlib's object-oriented interface instead of pyplot, so they keep no global state.
+functions use matplotlib's object-oriented interface instead of pyplot, so they do not keep any global state.
 """
 
 import math

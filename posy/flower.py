@@ -48,7 +48,7 @@ UNANSWERED = 1000
 PING = "ping"
 """Key in the config of a message that only asks a node for a reply."""
 EXIT_CODE = "Exit Code: "
-"""Start of the message that Flower logs when a process exits with an error."""
+"""Beginning of the message that Flower logs when a process exits with an error."""
 
 
 class ErrorCode(IntEnum):
@@ -190,7 +190,7 @@ class Outages:
 
 
 PushError = ObjectPushError
-"""Exception that a grid raises if the SuperLink does not accept part of a message."""
+"""Exception that a grid raises if the SuperLink rejects part of a message."""
 
 
 def identity() -> int:
@@ -284,7 +284,7 @@ _name_of = cache(str)  # the name of a data type, which NumPy would rebuild on e
 
 
 def record_in(content: flwr.app.RecordDict, name: str, kind: type[R]) -> R:
-    """Return a record of a message, or raise :class:`KeyError` if no record has this name and kind.
+    """Return a record in a message, or raise :class:`KeyError` if no record has this name and kind.
 
     Flower's ``array_records`` and similar properties first check all records, which takes longer than a training step.
     """

@@ -108,7 +108,7 @@ class Shelf:
         return np.ndarray(location.shape, location.dtype, self._memory, location.begin)
 
     def close(self) -> None:
-        """Release the memory once no array refers to it any more."""
+        """Release the memory once no array refers to it."""
         self._memory = None
         os.close(self._file)
 

@@ -38,7 +38,7 @@ def average_precision(histogram: Array) -> Floats:
 
 
 def specificity_at(histogram: Array, sensitivity: float) -> Floats:
-    """Return the highest specificity with at least this sensitivity; otherwise as in :func:`auroc`."""
+    """Return the highest specificity at this sensitivity or more; for the histogram and result, see :func:`auroc`."""
     negative, positive = np.moveaxis(np.asarray(histogram, np.float64)[..., ::-1], -2, 0)
     reached = ratio(np.cumsum(positive, axis=-1), positive.sum(axis=-1, keepdims=True)) >= sensitivity - 1e-12
     false_positives = ratio(np.cumsum(negative, axis=-1), negative.sum(axis=-1, keepdims=True))

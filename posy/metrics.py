@@ -49,7 +49,7 @@ class Metric:
 
 _CATEGORICAL = (CLASSES, LABELS)
 _ALL = (
-    Metric("accuracy", "accuracy", "share of samples whose class or set of labels is predicted correctly",
+    Metric("accuracy", "accuracy", "fraction of samples whose class or set of labels is predicted correctly",
            _CATEGORICAL),
     Metric("balanced-accuracy", "balanced accuracy", "mean recall over the classes that occur"),
     Metric("macro-f1", "macro F1", "mean F1 over the classes that occur or are predicted", _CATEGORICAL),
@@ -59,9 +59,9 @@ _ALL = (
            "area under the ROC curve; with more than two classes, mean of each class against the rest", _CATEGORICAL),
     Metric("average-precision", "average precision", "area under the precision-recall curve, averaged like the AUROC",
            _CATEGORICAL),
-    Metric("sensitivity", "sensitivity", "share of positive samples that are predicted as positive at `threshold`",
+    Metric("sensitivity", "sensitivity", "fraction of positive samples that are predicted as positive at `threshold`",
            binary_only=True),
-    Metric("specificity", "specificity", "share of negative samples that are predicted as negative at `threshold`",
+    Metric("specificity", "specificity", "fraction of negative samples that are predicted as negative at `threshold`",
            binary_only=True),
     Metric("specificity-at-sensitivity", "specificity at fixed sensitivity",
            "highest specificity at a sensitivity of at least `fixed-sensitivity`", binary_only=True),

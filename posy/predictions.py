@@ -52,7 +52,7 @@ def write_predictions(
 
 
 def read_predictions(path: Path, like: Predictions, names: Sequence[str]) -> Predictions:
-    """Return the predictions in a file that :func:`write_predictions` wrote, with the options of ``like``."""
+    """Read predictions that :func:`write_predictions` wrote, with the options of ``like``."""
     with path.open(encoding="utf-8", newline="") as file:
         _, *rows = csv.reader(file)
     outputs = np.array([row[-len(names) :] for row in rows], np.float64).reshape(len(rows), len(names))

@@ -1,7 +1,7 @@
 """Compute metrics of predictions on labelled samples, for classification, multi-label classification and regression.
 
-A metric that is not defined for the samples, such as the AUROC of samples from a single class, has no value (None).
-Means over classes skip the classes for which the metric is not defined.
+A metric that is not defined for the samples, such as the AUROC of samples from a single class, does not have a value
+(None). Means over classes skip the classes for which the metric is not defined.
 """
 
 import math
@@ -226,7 +226,7 @@ FUNCTIONS: dict[str, Callable[[_Weighted], Floats]] = {
     "rmse": _rmse,
     "r2": _r2,
 }
-"""The functions of :data:`posy.metrics.METRICS`, keyed by the names of the metrics.
+"""The functions for the metrics in :data:`posy.metrics.METRICS`, keyed by name.
 
 They equal scikit-learn's functions, whose checks take longer than the computation for a small client.
 """

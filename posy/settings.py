@@ -386,8 +386,8 @@ def set_in(where: str) -> str:
 def with_sources(message: str, values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
     """Add to an error message the sources of the settings that it quotes as ``key = value``.
 
-    The function adds each source once, after the first setting from it. If the message quotes no setting but begins
-    with the key of a setting, the function appends the source of this setting.
+    The function adds each source once, after the first setting from it. If the message does not quote any setting but
+    begins with the key of a setting, the function appends this setting's source.
 
     Parameters
     ----------

@@ -90,7 +90,7 @@ class Evaluation(NamedTuple):
     round: int
     over_clients: Spread
     missing: int = 0
-    """Number of clients without a result, because they had no node or the server dropped their reply."""
+    """Number of clients without a result, because no node hosted them or the server dropped their reply."""
 
 
 def best(evaluations: Sequence[Evaluation], *, lower_is_better: bool = False) -> Evaluation | None:

@@ -90,11 +90,11 @@ class PollingGrid(WaveGrid):
     """A grid of real nodes that polls for replies up to ten times a second, whereas Flower's grid polls every 3 s.
 
     A node handles one message at a time, in order of creation. If a node is silent for too long, the grid sends it a
-    ping, a query that changes no state. If the node answers the ping but not the earlier message, the message or its
-    reply has been lost, and the grid sends a copy. A busy node answers neither. If a phase ends before a node has
-    answered, the node receives no further messages until it does. Its late reply is then dropped and counted.
+    ping, a query that does not change any state. If the node answers the ping but not the earlier message, the message
+    or its reply has been lost, and the grid sends a copy. A busy node answers neither. If a phase ends before a node
+    has answered, the node receives no further messages until it does. Its late reply is then dropped and counted.
 
-    In a simulation (``real`` is False), no message is lost, and the grid sends no pings.
+    In a simulation (``real`` is False), messages cannot be lost, and the grid does not send pings.
     """
 
     def __init__(self, grid: Grid, pace: Pace | None = None, *, real: bool = True) -> None:
@@ -104,7 +104,7 @@ class PollingGrid(WaveGrid):
         self.enough = 1
         """Number of replies that a training phase needs."""
         self.grace: float | None = None
-        """Seconds that the other nodes have once ``enough`` replies have arrived, or None for no limit."""
+        """Seconds that the other nodes have left once ``enough`` replies have arrived, or None for no limit."""
         self.on_wait: Callable[[Wait], object] = lambda wait: None
         """Called before each request for replies."""
         self.late: dict[int, Delivery] = {}

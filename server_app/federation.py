@@ -26,7 +26,7 @@ from posy.strategies.settings import Settings
 from posy.words import describe_clients, one_line
 
 MAX_NAMED = 20
-"""Maximum number of present clients that the log names when a run begins without some clients."""
+"""Maximum number of present clients that the log names when a run begins although other clients are missing."""
 FEW_CLASSES, MAX_CLASSES = 4, 60
 """Maximum number of a site's class names in the task table, and the maximum length of the list in characters."""
 
@@ -192,7 +192,7 @@ class Federation:
         return self._members.class_counts()
 
     def _pooled(self, data: DataSettings, names: list[str]) -> Pooled:
-        """Return the sites' labels and statistics, from secure aggregation, and reserve the clients of these sites."""
+        """Return the sites' labels and statistics from secure aggregation, and reserve the clients of these sites."""
         hosts = {client: claims[0] for client, claims in sorted(self._members.claims().items())}
         titles = {client: _site_of(client, info.name) for client, info in hosts.items()}
         hosts = {client: info for client, info in hosts.items() if titles[client] in names}

@@ -32,7 +32,7 @@ class Pace:
         slowest[node] = max(seconds, slowest.get(node, 0.0))
 
     def silence(self, phase: str) -> float:
-        """Return the seconds after which silence in a phase is unusual.
+        """Return the number of seconds after which silence in a phase is unusual.
 
         This is twice the median of the nodes' slowest responses, but at least :data:`SILENT_SECONDS`.
         """
@@ -40,7 +40,7 @@ class Pace:
         return max(SILENT_SECONDS, 2 * statistics.median(slowest.values())) if slowest else SILENT_SECONDS
 
     def limit(self, phase: str, node: int) -> float:
-        """Return the seconds that a node may take to answer a message in a phase; infinity means no limit."""
+        """Return how many seconds a node may take to answer a message in a phase, or infinity for no limit."""
         slowest = self._slowest[phase]
         if not self.automatic or not slowest:
             return math.inf

@@ -17,7 +17,7 @@ from posy.strategies.columns import POINTS
 from posy.strategies.methods import drawing_of
 
 DRAW_SECONDS = 30.0
-"""Minimum number of seconds before Posy draws the accuracy over the rounds again."""
+"""Minimum number of seconds between two plots of the metric over the rounds."""
 
 
 class Pictures:
@@ -46,7 +46,7 @@ class Pictures:
 
     @property
     def due(self) -> bool:
-        """Whether it is time to draw the accuracy over the rounds again."""
+        """Whether it is time to plot the metric over the rounds again."""
         return time.perf_counter() - self._drawn > DRAW_SECONDS
 
     def draw_partition(self) -> None:
@@ -76,7 +76,7 @@ class Pictures:
         system : SystemAccuracy, optional
             The accuracy of the federation as a whole.
         final : bool
-            Whether the run has ended. Until then, only the accuracy over the rounds is drawn.
+            Whether the run has ended. Until then, only the metric over the rounds is plotted.
         """
         folder = self.directory.figures
         try:

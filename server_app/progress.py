@@ -20,7 +20,7 @@ from posy.listing import WIDTH, as_lines, laid_out, shortened
 from posy.metrics import METRICS, Metric, column_of
 
 MAX_LINES = 200
-"""Approximate maximum number of lines that a run writes to a log, however many rounds it has."""
+"""Approximate maximum number of lines that a run writes to a log, regardless of its number of rounds."""
 MAX_NAMED = 10
 """Maximum number of clients named in a line of the results table."""
 ABSENT = "n/a"
@@ -390,7 +390,7 @@ def _folds(summary: Mapping[str, Any]) -> str:
 
 
 def _clients(summary: Mapping[str, Any]) -> str:
-    """Return the number of clients, and the names of those missing from the last evaluation."""
+    """Return the number of clients, and the names of the clients missing from the last evaluation."""
     clients, missing = summary["num-clients"], summary.get("missing", [])
     if not missing:
         return str(clients)

@@ -169,7 +169,7 @@ class Record:
         queries, members = list(samples), self._members()
         first = self.predictor(members[0])
         if first.preprocessing.task.target != CLASSES:
-            raise SettingsError(f"{self.path}: its clients predict no classes, so they cannot vote on a sample")
+            raise SettingsError(f"{self.path}: its clients do not predict classes, so they cannot vote on a sample")
         if first.settings.data.scaling == "client" and first.settings.method.routes:
             raise SettingsError(
                 f"{self.path}: its clients standardise features differently (scaling = client), so the routing network "

@@ -273,7 +273,7 @@ class Recorder:
         return system.accuracy
 
     def _system_summary(self) -> dict[str, float | None]:
-        """Return the entries for the summary about the accuracy of the federation as a whole."""
+        """Return the summary's entries for the accuracy of the federation as a whole."""
         summary = {"system-accuracy": self.system.accuracy if self.system else None}
         if self.settings.method.routes:
             summary["routing-accuracy"] = self.system.routing_accuracy if self.system else None
@@ -299,7 +299,7 @@ class Recorder:
         self._note_versions()
 
     def _note_versions(self) -> None:
-        """Record the versions that checkpoints need, including a checkpoint of this round that may yet be written."""
+        """Record the versions that checkpoints need, including a checkpoint of this round that may still be written."""
         self.strategy.exchange.states.needed = [*self.checkpoints.versions.values()]
         if self.checkpoints.every:
             self.strategy.exchange.states.needed.append(self._versions)
@@ -370,7 +370,7 @@ class Recorder:
     def _client_facts(self) -> dict[str, Any]:
         """Return the clients' names in client order, and the clients with very few samples or classes.
 
-        The latter have one training sample, one class in training, or no test sample.
+        The latter have one training sample, one class in the training split, or no test sample.
 
         Names exist only if the data contains them. The server does not know the data of sites.
         """

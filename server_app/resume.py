@@ -120,7 +120,7 @@ def checkpoint_rounds(run: Path) -> list[int]:
 
 
 def reached(run: Path) -> tuple[int, int]:
-    """Return the round of a run's newest checkpoint and the run's number of rounds, or zeros without a checkpoint."""
+    """Return the round of a run's newest checkpoint and the run's number of rounds, or zeros if none exists."""
     newest = next(_records(run, []), None)
     return (newest[0], newest[1]["settings"]["num-server-rounds"]) if newest else (0, 0)
 

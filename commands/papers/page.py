@@ -170,7 +170,7 @@ def _section(paper: str, comparison: Comparison, pictures: Sequence[str]) -> lis
             if changes := changed(comparison, scale):
                 parts.append(_filled(f"Settings at the {scale} scale, with the paper's values in brackets: {changes}."))
     if item.kind == "partition":
-        parts.append(f"Command: `posy paper {paper} {item.name}`, which needs no runs.")
+        parts.append(f"Command: `posy paper {paper} {item.name}`, which does not need any runs.")
     if item.rows and (item.printed or comparison.entries):
         parts.append(table(comparison))
     if (name := _picture(paper, comparison)) in pictures:
