@@ -7,7 +7,7 @@ from pathlib import Path
 from posy.settings import SettingsError, quoted
 
 START_DIRECTORY = "POSY_START_DIRECTORY"
-"""Environment variable for the directory in which a run was started; used by processes that have changed directory."""
+"""Environment variable that holds a run's start directory, for processes that have changed directory."""
 
 
 def expanded(text: str) -> Path:
@@ -33,7 +33,7 @@ def flwr_home() -> Path:
 
 
 def exists(path: Path) -> bool:
-    """Return whether a path exists, and False for a name that is so long that pathlib raises an error."""
+    """Return whether a path exists, without pathlib's error for names that are too long."""
     try:
         return path.exists()
     except OSError:
@@ -41,7 +41,7 @@ def exists(path: Path) -> bool:
 
 
 def is_file(path: Path) -> bool:
-    """Return whether a path is a file, and False for a name that is so long that pathlib raises an error."""
+    """Return whether a path is a file, without pathlib's error for names that are too long."""
     return exists(path) and path.is_file()
 
 

@@ -285,8 +285,8 @@ class Recorder:
     def prepare_messages(self, *, shares_files: bool, one_file_system: bool) -> None:
         """Add to the strategy's messages the folders for the clients' files and the versions to keep.
 
-        With ``shares_files``, the clients can write into the run's directory. With ``one_file_system``, their states
-        are there too.
+        With ``shares_files``, the clients can write into the run's directory. With ``one_file_system``, this directory
+        also contains their states.
         """
         states = self.strategy.exchange.states
         states.attempt = len(self._resumed)
