@@ -328,7 +328,7 @@ class LocalRun:
         ------
         StateError
             If the message lacks an array that the client has not stored, for example because the client lost its state.
-            The error is also raised if an array differs from the same array in an earlier message.
+            It is also raised if an array's values differ from those in an earlier message.
         """
         prefix, client = f"{self.method.sent_once}-", self.client
         if not self.method.sent_once:

@@ -84,7 +84,7 @@ class PFedFDAClient(PersonalClient):
         return torch.lerp(overall[0], local[0], shares[0]), torch.lerp(overall[1], local[1], shares[1])
 
     def with_head(self, body: Tensor, parameters: Gaussians) -> Tensor:
-        """Return a model ``(d,)`` that consists of a body and, as its head, the discriminant of Gaussians."""
+        """Return a model ``(d,)`` with the given body, and with the Gaussian discriminant as its head."""
         weight, bias = discriminant(*parameters, self.log_prior())
         model = self.shared.put(torch.empty(self.layout.size, device=self.device), body)
         return self.personal.put(model, torch.cat([weight.flatten(), bias]).float())

@@ -82,7 +82,7 @@ from posy.strategies.secure_aggregation import (
 SESSIONS = "secure-aggregation-"
 """Prefix of session names in a node's context."""
 MIN_CLIENTS = 2
-"""Minimum number of clients in a sum that a client joins, unless its site's policy requires more."""
+"""Minimum number of clients in a sum to which a client contributes, unless its site's policy requires more."""
 REPLIES = {TRAINING: "an update", EVALUATION: "scores", STATISTICS: "statistics"}
 """The content of a masked reply, keyed by purpose."""
 _NAME = re.compile(rf"[0-9]{{1,9}}-[0-9]{{1,9}}(-{EVALUATION})?|0-0-{STATISTICS}")
@@ -510,7 +510,7 @@ class Masking:
 
     @property
     def threshold(self) -> int:
-        """Minimum number of surviving neighbours, including the client itself, at which the client reveals shares."""
+        """Minimum number of surviving neighbours, including the client itself, before the client reveals shares."""
         return self._session.threshold
 
     def mask_reply(

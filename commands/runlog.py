@@ -83,7 +83,10 @@ class RunLog:
             self._hidden.append(line)
 
     def _note(self, plain: str) -> bool:
-        """Record the round, results directory or reason in a line; return whether the line explains a failure."""
+        """Extract the round, the results directory or a failure's reason from a log line.
+
+        Return whether the line explains a failure.
+        """
         if match := _ROUND.match(plain):
             self.rounds = int(match[1]) if match[1] != match[2] else 0
         elif match := _BEGUN.search(plain):  # in a long run, only some rounds have a line in the log

@@ -152,7 +152,7 @@ class Cell:
         return summary if self.fits(run_settings) and not lacks_accuracy else None
 
     def fits(self, ran: Mapping[str, Any]) -> bool:
-        """Return whether the settings ``ran`` of a run match this cell in all keys that affect the results."""
+        """Return whether a run's settings match this cell in every key that affects the results."""
         if ran.get("method") != self.decisive["method"][0]:
             return False
         decided = normalised(ran)

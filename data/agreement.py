@@ -303,8 +303,8 @@ def agreed(
     if pool and (not settings.classes or open_statistics(result, kind) or open_values(settings)):
         if open_values(settings) and not settings.classes:
             raise SettingsError(
-                "secure-aggregation = true with task = 'regression': the sites can add the statistics of their values "
-                "only if classes names the values; set classes, or target-mean and target-std"
+                "secure-aggregation = true with task = 'regression': the sites can sum their statistics only if the "
+                "setting classes lists the values; set classes, or target-mean and target-std"
             )
         pooled = pool(result, [name for name, _ in sites.entries])
     all_classes = set(pooled.classes) if pooled else {name for _, d in sites.entries for name in d.classes}

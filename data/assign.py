@@ -42,7 +42,7 @@ def dirichlet(dataset: Dataset, settings: DataSettings, rng: np.random.Generator
             "min_partition_size": few if draw < _DRAWS_FEW else least,
             "self_balancing": settings.dirichlet_balanced,
         }
-        with contextlib.suppress(ValueError):  # the partitioner gave up: the next one has a different seed
+        with contextlib.suppress(ValueError):  # the partitioner gave up, so the next attempt uses another seed
             return _divide(DirichletPartitioner, options, dataset, clients, rng, shuffled=False)
         if draw == 0:
             _check_hope(dataset, settings, least)

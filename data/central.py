@@ -91,7 +91,7 @@ def agreed_preprocessing(settings: DataSettings) -> Preprocessing:
 def read_central(settings: DataSettings, preprocessing: Preprocessing | None = None) -> Content:
     """Read the file or folder in ``central-test-data``; if it comes with a test set, return only that test set.
 
-    ``preprocessing`` is None before the sites of a run have agreed on a task. Image files then keep their own size.
+    ``preprocessing`` is None before the sites of a run have agreed on a task. Images then keep their original size.
 
     Raises
     ------

@@ -350,7 +350,7 @@ class DataSettings:
     encoder: str = setting(
         "",
         "sites: encoding of the tables' columns as JSON, in the format that Posy stores with a run; `none`: no "
-        "encoding; empty: agreed by the sites, if their tables have categories, or with `missing = impute`",
+        "encoding; empty: the sites agree on an encoding if their tables have categories, or if `missing = impute`",
         needs="dataset = sites",
     )
     share_class_counts: bool = setting(

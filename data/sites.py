@@ -220,7 +220,7 @@ def site_split(content: Content, settings: DataSettings, policy: Policy) -> tupl
 
 
 def _strata(content: Content, policy: Policy) -> Strata:
-    """Return the classes and the groups according to which a site's rows are split."""
+    """Return the classes and the groups by which a site's rows are split."""
     is_stratified = policy.stratify and content.target == CLASSES
     return Strata(content.distinct[0] if is_stratified else None, content.split_groups)
 

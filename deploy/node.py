@@ -288,7 +288,7 @@ class WarmNode:
     def _let_work(
         self, worker: Worker, envelope: Any, objects: Mapping[str, bytes], run: Run, bundle: Bundle
     ) -> Packed:
-        """Let the worker answer a message; if the worker dies or takes too long, return an error reply."""
+        """Have the worker answer a message; return an error reply if the worker dies or times out."""
         metadata = envelope.metadata
         limit = max(0.0, metadata.ttl - CLOCK_SECONDS)
         end = time.monotonic() + limit

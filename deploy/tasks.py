@@ -87,7 +87,7 @@ def hand_over(
 def take_over(
     connection: EntrySocket, head: Mapping[str, Any], parts: Sequence[bytes], last: Bundle | None
 ) -> tuple[Task, Bundle]:
-    """Return the task in an entry from the node, and its code; ``last`` is the code of the previous task."""
+    """Return the task in a node's entry, and the code of the task; ``last`` is the code of the previous task."""
     state, *contents = parts
     content = contents.pop(0) if head["code"] else last.content if last else b""
     bundle = Bundle(content=content, **head["bundle"])

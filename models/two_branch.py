@@ -51,7 +51,7 @@ def shared_blocks(model: ChainModel, level: str) -> int:
     """Return how many blocks the branches share at one of FedDRM's levels (Figs. 6 and 12).
 
     `none` is 0, `shallow` is the first block, and `deep` is all blocks but the last. `mid` is halfway between shallow
-    and deep. In networks with fewer than four blocks, some levels are equal. A custom network is a single
+    and deep. In networks with fewer than four blocks, some levels coincide. A custom network is a single
     block, which the branches share at every level except `none`.
     """
     if isinstance(model, CustomModel):

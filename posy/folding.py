@@ -79,7 +79,7 @@ def _piece_bytes(content: RecordDict, name: str) -> Iterator[bytes]:
 
 
 def folded(message: Message) -> Message:
-    """Return a message with the same metadata and folded content."""
+    """Return a message with the same metadata and repacked content."""
     return with_content(message, fold(message.content))
 
 

@@ -81,7 +81,7 @@ class Predictions:
         return replace(self, y=self.y[indices], outputs=self.outputs[indices])
 
 
-# -- quantities of each sample ---------------------------------------------------------------------------
+# -- per-sample quantities ---------------------------------------------------------------------------
 
 
 def log_losses(p: Predictions) -> Floats:

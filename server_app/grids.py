@@ -14,7 +14,7 @@ from posy.flower import ErrorCode, Outages
 POLL_SECONDS, MAX_POLL_SECONDS = 0.1, 1.0
 """Shortest and longest pause in seconds between requests for replies."""
 POLL_SHARE = 0.02
-"""Pause as a fraction of the time waited so far, within these limits."""
+"""Pause as a fraction of the time waited so far, clamped to the two limits above."""
 LOST = (ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
 """Error codes for a message, a reply or a node that is not available."""
 

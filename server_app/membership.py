@@ -19,7 +19,7 @@ from posy.words import title
 
 
 class Membership:
-    """A run's clients, the names that own them, and their nodes.
+    """A run's clients, the names of the sites to which they belong, and their nodes.
 
     A client is identified by the partition-id in the node config, or else by the name of its site: the registered name
     of the node's key, or ``name`` in the node config. A node's id never identifies a client. Once a named node has

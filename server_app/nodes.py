@@ -100,7 +100,7 @@ class NodeRegistry:
 
     @property
     def silent(self) -> list[Node]:
-        """The nodes that have not answered their open query."""
+        """The nodes that have not answered their pending query."""
         return [node for node in self if node.question]
 
     def poll(self) -> list[Node]:

@@ -107,7 +107,7 @@ class CFLSettings(
     eps2: float = setting(
         0.9,
         "a cluster splits only if the norm of its largest update exceeds this bound",
-        source="cwFedAvg's Table 5; the authors' notebook has 1.6 (EPS_2)",
+        source="cwFedAvg's Table 5; the authors' notebook uses 1.6 (EPS_2)",
         needs="cfl-eps1 > 0 and cfl-gamma-max < 1",
         minimum=0,
         search=Search(0.1, 5.0, log=True),

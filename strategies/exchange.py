@@ -109,7 +109,7 @@ class Exchange:
             self.count_bytes(client, down=sum(array.nbytes for array in served.values()))
             if name := self.client_names.get(client, strategy.clients[client].name):
                 row["site"] = name
-                if self.saving or self.settings.train.client_settings:  # a site finds its entry by its name
+                if self.saving or self.settings.train.client_settings:  # a site looks up its entry by site name
                     entries["site"] = name
             if node_settings := strategy.clients[client].node_settings:
                 row[NODE_SETTINGS] = node_settings

@@ -43,7 +43,7 @@ class FedRepSettings(MethodSettings, robust=True, point="served"):
         deviations=(
             "Clients are weighted by number of samples, whereas the paper weights them equally "
             "(`client-weights=uniform`).",
-            "The training of the head and the training of the body each begin without momentum. The authors' program "
+            "Momentum is reset before the head trains, and again before the body trains. The authors' program "
             "uses one optimiser for both phases, which skips frozen layers.",
             "While the head trains, BatchNorm layers of the body use their running statistics without updating them. "
             "The authors' networks have no BatchNorm.",

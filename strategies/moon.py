@@ -25,7 +25,7 @@ class MOONSettings(MethodSettings, robust=True, point="served"):
     mu: float = setting(
         1.0,
         "weight of the contrastive term",
-        source="main.py of the authors' program: --mu 1 (its README has 5 for CIFAR-10)",
+        source="main.py of the authors' program: --mu 1 (its README uses 5 for CIFAR-10)",
         minimum=0,
         search=Search(0.1, 10.0, log=True),
     )

@@ -78,8 +78,8 @@ class PFedFDASettings(
             "training (server_fedfda.py, evaluate_personalized)."
         ),
         deviations=(
-            "Local Gaussians come from the features of the trained body. The authors' program takes the features of "
-            "every mini-batch in all epochs, before each step (`pfedfda-features=training`).",
+            "Local Gaussians come from the features of the trained body. The authors' program collects the "
+            "features of each mini-batch in all epochs, before the optimiser's step (`pfedfda-features=training`).",
             "The means and the covariance share one β. The authors' program has a separate β for each by default "
             "(`pfedfda-betas=two`).",
             "β is the best of 11 values from 0 to 1 (with two β, of 121 pairs). The authors' program uses L-BFGS.",

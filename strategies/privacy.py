@@ -169,7 +169,7 @@ def noisy_sum(
 
 
 def split_noise(multiplier: float, cohort: int) -> tuple[float, float]:
-    """Return noise levels z_Δ for the sum and σ_b for the count, with the joint privacy cost of ``multiplier`` (z).
+    """Return noise levels z_Δ for the sum and σ_b for the count that together cost as much as ``multiplier`` (z).
 
     z⁻² = z_Δ⁻² + (2σ_b)⁻² (Andrew et al., 2021, Theorem 1): the sum of the b_i − 1/2 has sensitivity 1/2. σ_b is a
     twentieth of the cohort but at least z, so that at least three quarters of the budget remain for the sum.

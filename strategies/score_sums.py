@@ -91,7 +91,7 @@ class ScoreSums:
         return {f"-{word}" if word else "": split for word, split in self.settings.scored_splits.items()}
 
     def split_of(self, key: str) -> str:
-        """Return the split of a tally."""
+        """Return the split that a tally covers."""
         return "train" if key == TRAIN else self.splits[key.removeprefix(key.partition("-")[0])]
 
     def has_sums(self, key: str) -> bool:

@@ -105,7 +105,7 @@ class Optimiser:
         return list(zip(means, squares, strict=True))
 
     def _adapted(self, gradients: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
-        """Return Adam's direction (Kingma & Ba, 2015, Algorithm 1), or AdamW's direction with its separate decay."""
+        """Return Adam's direction (Kingma & Ba, 2015, Algorithm 1), or AdamW's with decoupled weight decay."""
         if not self._buffers:
             self._buffers, self._squares = ([torch.zeros_like(g) for g in gradients] for _ in range(2))
         self._steps += 1

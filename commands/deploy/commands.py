@@ -101,7 +101,10 @@ def superlink(
     insecure: Insecure = False,
     state: State = STATE,
     volatile: Annotated[
-        bool, typer.Option("--volatile", help="Keep the state in memory. Faster, but all runs end with the SuperLink.")
+        bool,
+        typer.Option(
+            "--volatile", help="Keep the state in memory. This is faster, but all runs are lost if the SuperLink stops."
+        ),
     ] = False,
     fleet: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help=f"Address for nodes (default: {FLEET}).")

@@ -41,7 +41,7 @@ class Entry:
     state: str
     why: str
     agrees_reduced: bool = False
-    """Whether the number of a reduced run agrees with the paper's number."""
+    """Whether the result of a reduced run agrees with the paper's result."""
 
 
 class Comparison:

@@ -290,7 +290,7 @@ def _outcome(verdict: Verdict) -> str:
 
 
 def _shown(key: str, value: Scalar) -> str:
-    """Format a setting's value for readers."""
+    """Format a setting's value for display."""
     return "all" if key == "max-samples" and value == 0 else _typed(value)
 
 

@@ -92,7 +92,7 @@ _CLASSES = ("no disease", "disease")
 def read_heart_disease(name: str, data_dir: Path, settings: DataSettings) -> Content:
     """Read the tables of four hospitals: all rows and 13 columns, or the data of FLamby's Fed-Heart-Disease.
 
-    Disease is ``num > 0``. With ``protocol = flamby``, :func:`_as_in_flamby` prepares the content.
+    A row's class is ``disease`` if ``num > 0``. With ``protocol = flamby``, :func:`_as_in_flamby` prepares the content.
     """
     folder = Path(__file__).resolve().parent.parent / "heart_disease"
     tables = []
