@@ -1,4 +1,4 @@
-"""Read custom data: .npz, .csv, .parquet, folders of images or .npy files, saved Hugging Face data, and PFLlib folders."""
+"""Read custom data: .npz, .csv, .parquet, folders of images or arrays, saved Hugging Face data, and PFLlib folders."""
 
 from collections.abc import Sequence
 from dataclasses import replace
