@@ -499,7 +499,7 @@ def check_place(settings: Settings, context: Context, client: int, server_round:
 def check_once(
     context: Context, client: int, phase: str, server_round: int, arrays: list[Any], entries: Mapping[str, Any]
 ) -> None:
-    """Raise :class:`PolicyError` if a client gets a second model in a phase of a round, or gets rounds out of order.
+    """Raise :class:`PolicyError` if a client gets a second model in the same phase of a round, or rounds out of order.
 
     A repeated message with the same arrays and entries is allowed, because the reply may have been lost.
     """

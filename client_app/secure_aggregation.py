@@ -389,7 +389,9 @@ def _check_view(view: View, client: int, roster: Collection[int], min_clients: i
 
 def _check_size(group: str, count: int, min_clients: int) -> None:
     if count < min_clients:
-        raise ProtocolError(f"{group} has {count} clients; this site joins only sums over at least {min_clients}")
+        raise ProtocolError(
+            f"{group} has {count} clients; this site joins only sums over at least {min_clients} clients"
+        )
 
 
 def _refused(client_secrets: Secrets, session: Session, neighbour_keys: dict[int, list[bytes]]) -> dict[int, str]:
@@ -499,7 +501,7 @@ class Masking:
         self._config: dict[str, Any] = dict(entries_of(record_in(message.content, "config", ConfigRecord)))
         name = str(config.pop("secure-round"))
         if name.split("-")[2:] != ([purpose] if purpose else []):
-            raise ProtocolError(f"round {name} belongs to another kind of message")
+            raise ProtocolError(f"round {name} is for a different kind of message")
         self._secrets = Secrets(int(config["client"]), context, message.metadata.run_id, name)
         session = self._secrets.load()
         if _order(name)[1] != int(config["server-round"]):

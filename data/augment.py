@@ -78,7 +78,7 @@ def draw_boxes(count: int, generator: torch.Generator) -> Tensor:
 
 
 def draw_resized_boxes(count: int, generator: torch.Generator) -> Tensor:
-    """Draw boxes ``(count, 4)`` as torchvision's RandomResizedCrop does, which FedDRM's program uses.
+    """Draw boxes ``(count, 4)`` like torchvision's RandomResizedCrop, which FedDRM's program uses.
 
     The area is uniformly distributed, and so is the logarithm of the aspect ratio, which is between 3:4 and 4:3. The
     function draws ten boxes and uses the first that fits into the image. If none fits, it uses the full image.

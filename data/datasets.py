@@ -121,9 +121,9 @@ def _check_unused(dataset: Dataset, settings: DataSettings) -> None:
     for key, has_effect, reason in (
         ("separator", is_csv, "is not a .csv file"),
         ("decimal", is_csv, "is not a .csv file"),
-        ("missing", is_table, "has no named columns of features"),
-        ("min-category-rows", is_table, "has no named columns of features"),
-        ("categories", is_table, "has no named columns of features"),
+        ("missing", is_table, "has no named feature columns"),
+        ("min-category-rows", is_table, "has no named feature columns"),
+        ("categories", is_table, "has no named feature columns"),
         ("scaling", is_scaled, f"has samples of the kind {dataset.sample_kind}, which are not standardised"),
     ):
         field = key.replace("-", "_")

@@ -92,9 +92,8 @@ class Policy:
     )
     metrics: str = setting(
         "accuracy",
-        "metrics that a run may request in addition to the loss; `accuracy`; or `all`, which includes "
-        "metrics that reveal "
-        "the share of each class at the site",
+        "metrics that a run may request in addition to the loss: `accuracy`, or `all`, which includes metrics that "
+        "reveal the share of each class at the site",
         choices=("accuracy", "all"),
     )
     share_settings: bool = setting(

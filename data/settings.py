@@ -78,8 +78,8 @@ class DataSettings:
     )
     categories: str = setting(
         "",
-        "tables: columns of categories that are written as numbers, separated by commas, or a JSON list; columns of "
-        "strings always contain categories",
+        "tables: categorical columns whose values are numbers, as a comma-separated or JSON list; string columns are "
+        "always categorical",
         needs='protocol = ""',
         synonyms=("categorical-columns", "categorical"),
         samples="features",

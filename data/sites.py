@@ -327,7 +327,7 @@ def check_content(content: Content, kind: str, target: str, names: tuple[str, ..
 
 
 def check_sample_shape(content: Content, expected: tuple[int, ...]) -> None:
-    """Raise :class:`DataError` if a sample's shape, as in the setting ``input-shape``, differs from the run's."""
+    """Raise :class:`DataError` if the shape of the site's samples differs from the run's ``input-shape``."""
     if (shape := _sample_shape(content)) != expected:
         raise DataError(
             f"{content.path}: samples of shape {shape_text(shape)}; the run's input-shape is {shape_text(expected)}",

@@ -60,8 +60,9 @@ class Turns:
     up its turn. Every INSERT, UPDATE, DELETE or REPLACE is part of a transaction. Python's sqlite3 does not begin a
     transaction for a statement that starts with ``WITH``, so this class does.
 
-    Deadlines are unreliable after the SuperLink starts, after a clock change, and after failed writes. This class
-    therefore extends the deadlines of all live nodes and runs before the next statement that compares deadlines. Flower
+    Deadlines are unreliable after the SuperLink starts, after a clock change, and after failed writes. Before the next
+    statement that compares deadlines, this class therefore extends the deadlines of all live nodes and live runs.
+    Flower
     detects a dead node or run once its extended deadline has passed. If the extension fails, the call fails, and its
     caller retries it.
     """

@@ -1,7 +1,7 @@
 """Distinguish mistakes in the code of a method from failures of a client, and report mistakes to the method's author.
 
 A client may fail because its training diverges, its data cannot be read, or its memory is full. The server then drops
-the client's reply, and the run continues. Any other exception on a client is a mistake in the code of the method. If
+the client's reply, and the run continues. Any other exception on a client is a bug in the method's code. If
 the whole run is in one process or a simulation, the exception ends the run with a traceback. On a real node, the
 traceback goes to the node's log, and the server receives the exception's type with the file and line.
 """

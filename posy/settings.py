@@ -428,7 +428,7 @@ def quoted(value: Any) -> str:
     try:
         text = repr(value)
     except ValueError:  # by default, Python does not convert integers of more than 4,300 digits to strings
-        return "a number of thousands of digits"
+        return "a number with thousands of digits"
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}… ({len(text)} characters)"
 
 

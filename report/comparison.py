@@ -410,7 +410,7 @@ def _goodness(score: float, lower_is_better: bool) -> float:
 def _summarise_clients(
     runs: Sequence[Run], measured: Mapping[Repeat, Scores], shared: Mapping[Repeat, Scores] | None
 ) -> dict[str, Any]:
-    """Return the figures of a row over its clients.
+    """Return a row's statistics over its clients.
 
     ``measured`` contains the scores of the row's clients by seed. ``shared`` contains the scores of the clients that
     all rows cover, or is None if the row covers too few of them.

@@ -35,7 +35,7 @@ class Federation:
     """A run's clients, which agree on a task, join before the first round, and may leave and return.
 
     * :class:`~posy.server_app.nodes.NodeRegistry` asks the nodes for their clients.
-    * :class:`~posy.server_app.membership.Membership` assigns each client to a name and a node.
+    * :class:`~posy.server_app.membership.Membership` assigns a name and a node to each client.
     * :class:`~posy.server_app.presence.Presence` waits until enough clients are present.
 
     Parameters

@@ -154,5 +154,8 @@ class Membership:
 
 
 def _by_name(node: Node) -> tuple[bool, str, bool, int]:
-    """Return a sort key: named nodes come first, by name, and for each name, nodes that send their client's index."""
+    """Return a sort key that orders nodes by name, with unnamed nodes last.
+
+    Nodes with the same name that send their client's index come first.
+    """
     return not node.claimed_name, node.claimed_name, any(info.client < 0 for info in node.clients), node.number

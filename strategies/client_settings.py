@@ -81,7 +81,7 @@ def train_settings(
 def all_train_settings(train: TrainSettings, node_settings: NodeSettings = ()) -> list[TrainSettings]:
     """Return the training settings that a node's client may have.
 
-    These are the run's settings, and the settings of each client in ``client-settings``, overridden by the node's.
+    These are the run's settings and each client's settings from ``client-settings``. The node's settings override both.
     """
     entries = json.loads(train.client_settings or "{}").values()
     return [

@@ -100,7 +100,8 @@ class CwFedAvgSettings(
         deviations=(
             "The authors' program multiplies the regulariser by λ / 2, whereas the paper uses λ. To reproduce "
             "the program's runs, set `cwfedavg-wdr-lambda` to half of the program's `-wd`.",
-            "The means cover the clients of the round (Algorithm 1, line 4). Models for absent clients are mixed with "
+            "The means are taken over the clients of the round (Algorithm 1, line 4). Models for absent clients are "
+            "mixed with "
             "the clients' last p̃_i.",
             "A client that `holdout-clients` sets aside has no p̃_i and receives the uniform mean of the class models.",
             "BatchNorm's running statistics are averaged in the same way as their layer. The paper's networks are a "

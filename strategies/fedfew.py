@@ -163,7 +163,7 @@ class FedFewSettings(
         return {"client-weights": "the clients' losses determine the weights, see fedfew-weigh-losses"}
 
     def notices(self, settings: "Settings", network: Architecture) -> tuple[str, ...]:
-        """Warn if all K models stay equal, or if the network has no statistics to keep personal."""
+        """Warn if all K models would stay equal, or if the network has no statistics to keep on the clients."""
         warnings = []
         if self.models > 1 and self.initialisation == "same" and self.batches == "shared":
             warnings.append(

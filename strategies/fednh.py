@@ -103,7 +103,7 @@ class FedNHSettings(
         return plain.extended(with_cosine_head, classes=plain.task.num_classes, scale=self.scale)
 
     def notices(self, settings: "Settings", network: Architecture) -> tuple[str, ...]:
-        """Warn if the prototypes never change."""
+        """Warn if the prototypes would never change."""
         return ("fednh-rho = 1: the prototypes never change",) if self.rho == 1 else ()
 
 

@@ -185,7 +185,7 @@ class Influence:
         weights : numpy.ndarray, (M,)
             The clients' weights.
         clients : list of int
-            The clients, for the record.
+            The clients' indices, which identify limited clients in the record.
         """
         assert self.rule is not None
         is_parameter = self.is_parameter(start)

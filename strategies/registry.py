@@ -378,7 +378,7 @@ def _unmet(declarations: Mapping[str, Setting], values: Mapping[str, Any]) -> di
 def without_effect(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the reason for each non-default setting that has no effect in a run, keyed by setting.
 
-    A setting at its default is accepted, because files and tables repeat defaults.
+    A setting at its default is accepted, because files and tables may set defaults explicitly.
     """
     declarations = declared([_method(config)])
     unmet = unmet_conditions(config)
@@ -421,7 +421,7 @@ def no_effect(key: str, value: Any, where: str, why: str) -> str:
 def above_limit(config: Mapping[str, Any]) -> dict[str, int]:
     """Return the limits that a run's settings exceed, keyed by setting. Other settings impose these limits.
 
-    A setting at its default is accepted, because files and tables repeat defaults.
+    A setting at its default is accepted, because files and tables may set defaults explicitly.
     """
     declarations = declared([_method(config)])
     values = {**{key: setting.default for key, setting in declarations.items()}, **config}

@@ -80,7 +80,7 @@ class SCAFFOLDSettings(
             "(`client-weights=uniform`).",
             "With `momentum` β, K in Eq. 4 becomes Σ_{k=1..K} (1 − β^k) / (1 − β), so that c_i⁺ remains a mean of "
             "gradients. The paper uses plain SGD. With K unchanged, training diverges for β > 0.5.",
-            "BatchNorm's running statistics have no control variate. `scaffold-server-lr` does not extrapolate them.",
+            "BatchNorm's running statistics have no control variate. `scaffold-server-lr` does not apply to them.",
             "All variates restart at 0 when a client has lost its state. The paper does not consider lost states.",
         ),
         program=Program(

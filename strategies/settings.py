@@ -98,7 +98,7 @@ class MethodSettings:
 
     @classmethod
     def refused_privacy(cls, mode: str) -> Refused | None:
-        """Return why the method does not support a mode of the setting ``dp``; :data:`ALLOWED` if it does.
+        """Return why the method does not support a mode of the setting ``dp``, or :data:`ALLOWED` if it does.
 
         ``central`` has the requirements of local noise and of secure aggregation: an update that tolerates noise, and a
         server that needs only the mean of all updates.

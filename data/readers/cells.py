@@ -89,8 +89,8 @@ def parse_columns(
     """Return the columns of a table, or None if a cell cannot be used.
 
     The result contains float64 ``(N, K)``, in which NaN denotes a missing value, and the names of the categories in
-    each column, whose values are indices of these names. A column contains numbers if all of its values are numbers,
-    and categories if none is, or if ``as_categories`` names it.
+    each column, whose values are indices of these names. A column is numeric if all of its values are numbers. It is
+    categorical if none of them is a number, or if ``as_categories`` names it.
     """
     columns: list[np.ndarray] = []
     categories: list[tuple[str, ...] | None] = []

@@ -210,7 +210,7 @@ def _read_folder(
 
 
 def _metadata(path: Path, files: Sequence[Path], key: str, column: str) -> np.ndarray:
-    """Return the value of each image file in a column of ``metadata.csv``, ``(N,)``.
+    """Return the values in a column of ``metadata.csv``, one for each image file, ``(N,)``.
 
     As in ImageFolder of `datasets`, the column ``file_name`` contains the paths of the images in the folder.
     """
