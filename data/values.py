@@ -102,7 +102,7 @@ def precision_notes(x: np.ndarray, kind: npt.DTypeLike, names: Sequence[str] = (
         return []
     shown = ", ".join(str(names[column] if names else column) for column in coarse[:5])
     more = f" and {len(coarse) - 5} more" if len(coarse) > 5 else ""
-    text = f"{np.dtype(kind)} cannot distinguish values of these features: {shown}{more}; subtract a common offset"
+    text = f"{np.dtype(kind)} cannot distinguish some values of these features: {shown}{more}; subtract a common offset"
     return [Note(text)]
 
 

@@ -153,9 +153,9 @@ def test_a_feature_of_tiny_scale_is_not_constant(tmp_path):
 @pytest.mark.parametrize(
     ("name", "x", "notice"),
     [
-        ("a.npz", np.array([[2**60], [2**60 + 1]]), "float64 cannot distinguish values of these features: 0"),
+        ("a.npz", np.array([[2**60], [2**60 + 1]]), "float64 cannot distinguish some values of these features: 0"),
         ("a.npz", np.array([[2**60], [2**61]]), None),
-        ("a.csv", [str(2**60), str(2**60 + 1)], "float64 cannot distinguish values of these columns: x"),
+        ("a.csv", [str(2**60), str(2**60 + 1)], "float64 cannot distinguish some values of these columns: x"),
         ("a.csv", ["1700000000", "1700000001"], None),
     ],
 )

@@ -358,7 +358,7 @@ def _lost_digits(
         return []
     return [
         Note(
-            f"float64 cannot distinguish some values in these columns: {', '.join(lossy_columns)}; subtract a common "
+            f"float64 cannot distinguish some values of these columns: {', '.join(lossy_columns)}; subtract a common "
             f"offset"
         )
     ]
