@@ -75,8 +75,8 @@ def work(message: Message, context: Context) -> Message:
 def query(message: Message, context: Context) -> Message:
     """Return this node's clients, their sample counts, and the versions of the installed packages.
 
-    A query can also request a description of a site's data, or belong to a stage of secure aggregation. A ping gets an
-    empty reply, which shows that the node has finished processing earlier messages.
+    A query can also request a description of a site's data, or belong to a stage of secure aggregation. A ping receives
+    an empty reply, which shows that the node has finished processing earlier messages.
     """
     config = record_in(message.content, "config", ConfigRecord)
     if config.get(PING):
@@ -148,9 +148,9 @@ def hosted_clients(context: Context, workspace: Workspace) -> list[int]:
 def own_places(config: dict[str, Any], context: Context) -> None:
     """Replace the server's folders in a message's config with the folders from the node's config.
 
-    The client's state is saved in the run's folder in ``state-dir``. Its model is saved in the run's folder in
-    ``models`` or, by default, in a subfolder of the state folder. Its predictions are saved in a subfolder of the
-    model's folder.
+    The client's state is saved in the run's folder in ``state-dir``. The client's model is saved in the run's folder in
+    ``models`` or, by default, in a subfolder of the state folder. Predictions are saved in a subfolder of the model's
+    folder.
     """
     save_to, predictions = config.pop("save-models-to", ""), config.pop("save-predictions-to", "")
     config.pop("state-directory", None)
@@ -316,7 +316,7 @@ def packed(client: PersonalClient, result: Result) -> Parcel:
 
 
 def reply_to(message: Message, arrays: Arrays, num_examples: int, metrics: dict[str, Any]) -> Message:
-    """Return a reply. Its config contains strings and the client's index, because Flower averages all metrics."""
+    """Return a reply whose config contains strings and the client's index, because Flower averages all metrics."""
     numbers = {key: value for key, value in metrics.items() if not isinstance(value, str)}
     texts = {key: value for key, value in metrics.items() if isinstance(value, str)}
     client = record_in(message.content, "config", ConfigRecord)["client"]

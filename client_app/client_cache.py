@@ -15,7 +15,7 @@ MEMORY_SHARE = 0.25
 
 
 class ClientCache:
-    """A cache of the tensors of one process's clients, up to a memory limit.
+    """Caches the tensors of one process's clients, up to a memory limit.
 
     The cache evicts nothing. Clients take turns, so the least recently used client is the one that is needed next.
 

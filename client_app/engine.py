@@ -37,9 +37,9 @@ class Engine:
     """Runs the rounds of clients that share a workspace.
 
     If stacking is faster (see :meth:`Trainer.stacks`), groups of clients advance together, and their requests of the
-    same kind run as one computation. Otherwise, each client trains alone. Groups, or clients that train alone, run in
-    parallel in processes forked from this one. If forking is not possible, groups run one after another, and clients
-    that train alone run on threads, which share Python's global interpreter lock.
+    same kind run as one computation. Otherwise, each client trains alone. Groups, and clients that train alone, run in
+    parallel in forked processes. If forking is not possible, groups run one after another, and clients that train alone
+    run on threads, which share Python's global interpreter lock.
     """
 
     def __init__(self, workspace: Workspace) -> None:
@@ -220,7 +220,7 @@ class Group:
         except TrainingInterruptedError:
             raise
         except Exception as error:
-            log(WARNING, "%s clients cannot run as one computation (%r): running one by one", len(group), error)
+            log(WARNING, "%s clients cannot run as one computation (%r): running them one by one", len(group), error)
             return [self._answer_alone(member) for member in group]
         torch.cuda.empty_cache()
         return self._answer_group(group)

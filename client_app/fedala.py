@@ -39,9 +39,9 @@ class FedALAClient(PersonalClient):
         return self.plain(start)
 
     def mixed_part(self) -> tuple[Part, list[Entry]]:
-        """Return the part of the model that is mixed, and its entries.
+        """Return the mixed part of the model, and the part's entries.
 
-        BatchNorm's running statistics are not mixed. They come from the global model.
+        BatchNorm's running statistics are not mixed, but taken from the global model.
         """
         upper = self.method.mixed(self.architecture)
         entries = [entry for entry in self.layout.entries if entry.layer in upper and entry.trainable]

@@ -26,8 +26,8 @@ class FedNHClient(PersonalClient):
 def mean_directions(features: Tensor, labels: Tensor, num_classes: int) -> Tensor:
     """Return each class's mean normalised feature, rescaled so that its length is the class's share of the samples.
 
-    The server's mean, weighted by n_i, then weights each client's direction of a class by the sample count n_ic. In the
-    paper, clients send n_ic separately.
+    The server's mean, weighted by n_i, then weights the clients' directions for a class by the sample counts n_ic. In
+    the paper, clients send n_ic separately.
 
     Parameters
     ----------

@@ -54,7 +54,7 @@ def too_little_variance(logits: Tensor, present: Tensor) -> Tensor:
 
 
 def closeness(features: Tensor, present: Tensor) -> Tensor:
-    """Return L_U, the mean over pairs of exp(−||z_i − z_j||² / σ). Evenly spread features minimise it.
+    """Return L_U, the mean over pairs of exp(−||z_i − z_j||² / σ). Evenly spread features minimise L_U.
 
     σ is the median of the non-zero squared distances, as in the authors' program. The scale of the features therefore
     makes no difference, so they do not need normalisation.

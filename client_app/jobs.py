@@ -48,7 +48,7 @@ class Jobs:
         return client
 
     def drive(self, steps: Steps[R]) -> R:
-        """Run a method's requests in order and return its result. A request's error is raised inside the method."""
+        """Run a method's requests in order and return its result. An error in a request is raised inside the method."""
         try:
             request = next(steps)
             while True:
@@ -69,7 +69,7 @@ class Jobs:
         return trainer.train(self.job(request), network)
 
     def samples(self, split: Split) -> Samples:
-        """Return the samples of a split, with targets as a network predicts them."""
+        """Return the samples of a split, with targets in the form that a network predicts."""
         data = self.client.data
         return Samples(getattr(data, f"x_{split}"), standardised(getattr(data, f"y_{split}"), self.workspace.task))
 
@@ -120,7 +120,7 @@ class Jobs:
         return self._job_of(work)
 
     def _job_of(self, work: Train, model: int = 0) -> Job:
-        """Return the job for one of several models. Model 0 gets the same random streams as a single model."""
+        """Return the job for one of several models. Model 0 uses the same random streams as a single model."""
 
         def stream(purpose: str) -> torch.Generator:
             key = (self.client.round, self.client.client, work.stream, model)

@@ -101,15 +101,16 @@ class LocalRun:
             arrays, metrics = self._protected(arrays, metrics)
         if self.masking:
             if update.metrics:
-                raise ValueError(f"masks do not cover {', '.join(update.metrics)}, which the method sends")
+                raise ValueError(
+                    f"the method sends {', '.join(update.metrics)}, which secure aggregation does not mask"
+                )
             arrays, metrics = {MASKED: self._masked_update(arrays, metrics)}, {}
         return arrays, client.num_train, metrics
 
     def _update(self) -> Steps[tuple[Update, Predictor | None]]:
         """Return the method's update and the local model.
 
-        If training diverges, and an error would reveal this, the method's update is replaced by one that changes
-        nothing.
+        If training diverges and an error would reveal this, the update is replaced by one that changes nothing.
         """
         try:
             update, local = yield from self.client.local_round(self._tensors, self.config)
@@ -149,7 +150,7 @@ class LocalRun:
         return self.method.reference(client.architecture, self.received, zeros)
 
     def _references(self, arrays: Arrays) -> list[npt.NDArray[Any]]:
-        """Return the reference for each array, from which the change in the array is measured.
+        """Return each array's reference, from which the array's change is measured.
 
         Raises :class:`TypeError` if a reference is missing.
         """
@@ -257,7 +258,7 @@ class LocalRun:
     def _scores(self, point: str, predictor: Predictor) -> Steps[dict[str, float]]:
         """Return a predictor's scores on each configured split that has samples, keyed by name.
 
-        The training split is scored only with ``evaluate-training``. A run with noise has no scores by default.
+        The training split is scored only with ``evaluate-training``. A run with noise reports no scores by default.
         """
         values: dict[str, float] = {}
         if self.settings.train.withholds_scores:
@@ -290,7 +291,7 @@ class LocalRun:
         return [metric_of(self.settings.run, self.task.target, size).name]
 
     def _save_predictions(self, predictions: Predictions, point: str) -> None:
-        """Write the predictions for the test split to the folder ``save-predictions-to``, if the config names one."""
+        """Write the predictions for the test split to the folder that ``save-predictions-to`` names, if any."""
         if folder := self.config.get("save-predictions-to"):
             workspace, client = self.client.workspace, self.client.client
             samples = workspace.partition.test[workspace.part_of(client)]
@@ -298,7 +299,7 @@ class LocalRun:
             write_predictions(path, predictions, samples, self.task.class_names)
 
     def _save(self, predictor: Predictor, point: str, file: str = "client") -> None:
-        """Write a model with its settings and preprocessing to the folder ``save-models-to``, if the config names one.
+        """Write a model with its settings and preprocessing to the folder that ``save-models-to`` names, if any.
 
         ``client-<i>`` is the local model, or the served model if the client has no local model. ``served-<i>`` is the
         served model of a method whose ``point`` is ``served``.
@@ -339,7 +340,7 @@ class LocalRun:
         for number, array in sorted(new_arrays.items()):
             name, count = f"{prefix}{number}", len(self._stored_once())
             if number > count + 1:
-                raise StateError(f"client {client.client} stores {count} arrays; the message begins at {name}")
+                raise StateError(f"client {client.client} stores {count} arrays, but the message begins with {name}")
             if number == count + 1:
                 client.state[name] = np.array(array)
             elif not np.array_equal(client.state[name], array):

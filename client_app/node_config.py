@@ -55,7 +55,7 @@ def node_settings(config: Mapping[str, Any]) -> NodeSettings:
     Raises
     ------
     NodeConfigError
-        If a setting does not allow its value, or ``local-steps`` makes ``local-epochs`` ineffective.
+        If a value is not allowed, or ``local-steps`` makes ``local-epochs`` ineffective.
     """
     try:
         chosen = {key: number(key, str(config[key]), "the node config") for key in sorted(KEYS) if key in config}

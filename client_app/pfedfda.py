@@ -58,7 +58,7 @@ class PFedFDAClient(PersonalClient):
         return features.double(), self.data.y_train
 
     def fitted(self, features: Tensor, labels: Tensor, overall: Gaussians) -> Gaussians:
-        """Return an interpolation between the global Gaussians and local estimates from features.
+        """Return an interpolation between the global Gaussians and Gaussians fitted to the features.
 
         Parameters
         ----------
@@ -162,7 +162,10 @@ def discriminant(means: Tensor, covariance: Tensor, log_prior: Tensor) -> tuple[
 
 
 def folds_of(labels: Tensor, count: int) -> Tensor:
-    """Return each sample's fold ``(n,)``, assigned in turn within a class, or −1 for classes smaller than ``count``."""
+    """Return each sample's fold ``(n,)``. The samples of a class are assigned to the folds in turn.
+
+    The fold is −1 in a class with fewer than ``count`` samples.
+    """
     order = labels.argsort(stable=True)
     counts = labels.bincount()
     ranks = torch.empty_like(labels)
@@ -182,7 +185,7 @@ def best_shares(
     Parameters
     ----------
     parts : sequence
-        For each fold, the Gaussians of all other folds, the fold's features ``(n, D)`` and its labels ``(n,)``.
+        For each fold, the Gaussians fitted to the other folds, the fold's features ``(n, D)`` and its labels ``(n,)``.
     overall : tuple of torch.Tensor
         The global means ``(C, D)`` and covariance ``(D, D)``.
     log_prior : torch.Tensor, (C,)

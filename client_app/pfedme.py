@@ -20,7 +20,7 @@ class PFedMeClient(PersonalClient):
             method.strength, method.steps, method.personal_lr, train.weight_decay, train.max_grad_norm
         )
         trained: Trained = yield Train(received["model"], rule=rule)
-        assert trained.auxiliary is not None  # this rule stores theta there
+        assert trained.auxiliary is not None  # the rule stores theta in it
         sent = {"model": trained.parameters} if config.get("sampled", True) else {}
         personal = trained.auxiliary if method.scored == "theta" else trained.parameters
         return Update(sent, trained.loss), self.keep_model(personal)

@@ -98,7 +98,7 @@ def site_policy(node_config: Mapping[str, Any]) -> Policy | None:
 
 @lru_cache(maxsize=8)
 def _stored_policy(path: Path, modified: int, size: int) -> Policy:
-    """Return the policy in a file. The file is read again if its modification time or size changes."""
+    """Return the policy that a file contains. The file is read again if its modification time or size changes."""
     return read_policy(path)
 
 
@@ -390,7 +390,7 @@ def _with_run(policy: Policy, runs_by_day: Mapping[str, list[int]], run_id: int)
 
 
 def is_run_folder(name: str) -> bool:
-    """Return whether a run may have a folder of this name in ``state-dir``. The node's own file names are reserved."""
+    """Return whether ``state-dir`` may contain a run's folder with this name. The node's file names are reserved."""
     stems = tuple(f"{Path(file).stem}." for file in (RUNS, LEDGER, AUDIT_NAME))
     is_file_of_node = name.casefold().startswith((".", *stems)) or name.casefold() == "site-secret"
     return is_folder_name(name) and not is_file_of_node
@@ -412,7 +412,9 @@ def pin_state(folder: Path, config: Mapping[str, Any]) -> None:
     file = folder / PINNED
     if file.exists():
         if read_json(file).get("settings") != digest:
-            raise PolicyError(Violation("state", "the state of this run name belongs to a run with different settings"))
+            raise PolicyError(
+                Violation("state", "the state under this run name belongs to a run with different settings")
+            )
         return
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_json(file, {"settings": digest})
@@ -499,7 +501,7 @@ def check_place(settings: Settings, context: Context, client: int, server_round:
 def check_once(
     context: Context, client: int, phase: str, server_round: int, arrays: list[Any], entries: Mapping[str, Any]
 ) -> None:
-    """Raise :class:`PolicyError` if a client gets a second model in the same phase of a round, or rounds out of order.
+    """Raise :class:`PolicyError` if a client receives a second model in a phase of a round, or rounds out of order.
 
     A repeated message with the same arrays and entries is allowed, because the reply may have been lost.
     """
@@ -523,8 +525,8 @@ def check_once(
 def guarded(work: Callable[[Message, Context], Message]) -> Callable[[Message, Context], Message]:
     """Wrap a message handler so that its errors reveal nothing about a site's data.
 
-    A node with data logs the full error, and the server receives only :func:`shared_text`. On other nodes, a mistake in
-    the method's code becomes a :class:`MethodError`.
+    A node with data logs the full error, and the server receives only :func:`shared_text`. On other nodes, a bug in the
+    method's code becomes a :class:`MethodError`.
     """
 
     @wraps(work)

@@ -98,7 +98,7 @@ class PPFEClient(PersonalClient):
     def reweighted(self, stage: Stage, model: Tensor) -> Steps[tuple[float, Tensor]]:
         """Return β and the new sample weights after a stage with this model.
 
-        The ensemble contains the models of the earlier stages and ``model``. For this purpose, the coefficient of
+        The ensemble contains the models of the earlier stages and ``model``. In this ensemble, the coefficient of
         ``model`` is computed from the model's own error. The final coefficient β is computed from the ensemble's error.
         """
         weights = self.stored.get("weights")

@@ -136,7 +136,7 @@ def predictions_of(outputs: Tensor, y: Tensor, task: Task, run: RunSettings) -> 
     """
     final = in_original_unit(outputs.double(), task)
     if task.target == CLASSES:
-        final /= final.sum(dim=-1, keepdim=True)  # float32 sums to 1 only up to rounding
+        final /= final.sum(dim=-1, keepdim=True)  # float32 probabilities sum to 1 only up to rounding errors
     return predictions_with(task, run, array_of(y), array_of(final))
 
 
@@ -151,7 +151,7 @@ def in_original_unit(outputs: Tensor, task: Task) -> Tensor:
 
 
 def standardised(y: Tensor, task: Task) -> Tensor:
-    """Return targets as a network predicts them: values ``(n, C)`` become (value - mean) / std, float32."""
+    """Return targets in the form that a network predicts: values ``(n, C)`` become (value - mean) / std, float32."""
     if task.target != VALUES:
         return y
     mean, std = _value_scale(y, task)
@@ -168,7 +168,7 @@ def combined(outputs: Tensor, coefficients: Tensor, logarithms: bool = False, ta
     """Return the prediction ``(n, C)`` of an ensemble of T members, as in :meth:`Predictor.combine`.
 
     The members' probabilities or, with ``logarithms``, log-probabilities are averaged with the coefficients as weights.
-    Values are averaged over the members with positive coefficients. If all coefficients are zero, all members get the
+    Values are averaged over the members with positive coefficients. If all coefficients are zero, all members have the
     same weight.
 
     Parameters
@@ -193,7 +193,7 @@ def combined(outputs: Tensor, coefficients: Tensor, logarithms: bool = False, ta
 
     if target == VALUES:
         return averaged(outputs)
-    if logarithms:  # a label's normalised geometric mean has the mean of the logits
+    if logarithms:  # the logit of a label's normalised geometric mean is the mean logit
         return averaged(outputs) if target == LABELS else F.log_softmax(averaged(outputs), dim=-1)
     # With negative coefficients, the sum is below 1. Distributing the rest evenly preserves the order of the classes.
     if target == LABELS:

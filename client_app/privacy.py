@@ -157,7 +157,8 @@ def _check_sums(settings: Settings) -> None:
     cohort = math.ceil(run.fraction_train * settings.data.num_clients - 1e-9)
     if cohort < 2:
         raise SettingsError(
-            f"{setting}: at least two clients must train in a round, because a sum over one client is its update"
+            f"{setting}: at least two clients must train in a round, because a sum over one client is that client's "
+            "update"
         )
     if train.dp not in (LOCAL, CENTRAL) or not train.dp_clip:
         return

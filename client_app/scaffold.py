@@ -27,8 +27,8 @@ class SCAFFOLDClient(PersonalClient):
 def gradients_in_distance(steps: int, momentum: float) -> float:
     """Return Σ_{k=1..K} (1 − β^k) / (1 − β), the number of gradients in (x − y) / lr after K steps (K if β = 0).
 
-    Momentum v_k = β v_{k−1} + g_k adds the gradient of step k to the distance 1 + β + … + β^{K−k} times. Dividing the
-    distance by the returned sum therefore gives a weighted mean of the gradients, in which a constant such as c − c_i
-    has weight 1.
+    With momentum v_k = β v_{k−1} + g_k, the gradient g_k enters the distance with weight 1 + β + … + β^{K−k}. Dividing
+    the distance by the returned sum therefore gives a weighted mean of the gradients, in which a constant such as
+    c − c_i has weight 1.
     """
     return sum((1 - momentum**k) / (1 - momentum) for k in range(1, steps + 1))

@@ -1,6 +1,6 @@
 """Secure aggregation on a client, which masks its update and scores, and reveals shares of secrets only once.
 
-The server relays all keys and shares and chooses the clients. This module therefore enforces the rules that protect
+The server relays all keys and shares, and chooses the clients. This module therefore enforces the rules that protect
 the client:
 
 - Each round has new keys and secrets, and so does the evaluation of the round.
@@ -8,7 +8,7 @@ the client:
   server may ask for new keys only before that reply, and the client then deletes the secrets of the earlier keys.
 - All clients have the same view of the round: its cohort, the neighbours of each client, and the thresholds. A site
   that signs its keys refuses thresholds that would be unsafe if the server colluded with other clients.
-- The client signs only one list of survivors in a round. It reveals shares only if enough clients of the whole cohort
+- The client signs only one list of survivors per round. It reveals shares only if enough clients of the whole cohort
   have signed the same list. For each neighbour, it reveals its share of the neighbour's self-mask or of the
   neighbour's private key, never both.
 - Masks do not cancel between clients that received different models, settings or weights.
@@ -512,7 +512,7 @@ class Masking:
 
     @property
     def threshold(self) -> int:
-        """Minimum number of surviving neighbours, including the client itself, before the client reveals shares."""
+        """Minimum number of surviving neighbours, including the client itself, at which the client reveals shares."""
         return self._session.threshold
 
     def mask_reply(

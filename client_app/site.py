@@ -25,12 +25,12 @@ from posy.strategies.client_settings import check_allowed, report_of
 from posy.strategies.registry import from_json
 
 SECRET_FILE = "site-secret"
-"""File in a node's ``state-dir`` with the secret key for the fingerprint that the node sends."""
+"""File in a node's ``state-dir`` that contains the secret key for the fingerprint of the node's data."""
 _RECORD = "site-data"
 
 
 def workspace_of(settings_json: str, context: Context, policy: Policy | None) -> Workspace:
-    """Return this process's workspace for the settings, this node's data and the settings in its node config.
+    """Return this process's workspace for the settings, this node's data and the settings in the node config.
 
     Raise :class:`SettingsError` if the run does not allow the settings in the node config.
     """
@@ -118,7 +118,7 @@ def enrol(workspace: Workspace, context: Context) -> dict[str, Any]:
 def salted(fingerprint: str, node_config: Mapping[str, Any]) -> str:
     """Return the fingerprint that a site sends to the server: 16 hexadecimal digits, keyed with the node's secret.
 
-    The secret is stored in a file in ``state-dir``. It prevents the server from recognising a known data set by its
+    The secret, stored in a file in ``state-dir``, prevents the server from recognising a known data set by its
     fingerprint. Without ``state-dir``, the node has no secret that survives a restart, so it sends the fingerprint
     unchanged.
     """
@@ -137,8 +137,8 @@ def salted(fingerprint: str, node_config: Mapping[str, Any]) -> str:
 def check_unchanged(workspace: Workspace, context: Context) -> None:
     """Raise :class:`DataError` if the data has changed since the node's first message of this run.
 
-    Different samples, or a different order, would change the split, so the model might be tested on samples that it was
-    trained on.
+    Different samples, or a different order, would change the split, so the model might be tested on training
+    samples.
     """
     record = context.state.config_records.setdefault(_RECORD, ConfigRecord({"fingerprint": workspace.fingerprint}))
     if record["fingerprint"] != workspace.fingerprint:

@@ -101,7 +101,7 @@ class Versions(NamedTuple):
 
     @classmethod
     def take(cls, config: dict[str, Any]) -> Self:
-        """Remove and return the versions in a message's config. Raise :class:`SettingsError` if one is invalid."""
+        """Remove and return the versions in a message's config. Raise :class:`SettingsError` if any is invalid."""
         versions = cls(config.pop("state-from"), config.pop("state-to"), tuple(config.pop("state-keep")))
         for version in (versions.to, *filter(None, (versions.start, *versions.keep))):
             if not _VERSION.fullmatch(version):

@@ -147,7 +147,7 @@ class ClientModel(nn.Module):
 
     @torch.no_grad()
     def predict_all(self, samples: Iterable[Any]) -> list[Any]:
-        """Return a :class:`Prediction` per sample or, for a regression, the values in their unit, keyed by name."""
+        """Return each sample's :class:`Prediction` or, for a regression, its values in their original unit, by name."""
         inputs = list(samples)
         rows: list[list[float]] = []
         for first in range(0, len(inputs), EVALUATION_BATCH):

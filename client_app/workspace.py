@@ -42,7 +42,7 @@ from posy.strategies.settings import Settings
 
 DEFAULT_POLICY = Policy()
 REMEMBERED = 8
-"""Number of initial models, and of arrays from messages, that stay on the device for reuse by several clients."""
+"""Number of initial models, and of received arrays, that stay on the device for reuse by several clients."""
 
 
 def choose_device(name: str) -> torch.device:

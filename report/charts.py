@@ -36,7 +36,7 @@ SMALL, LARGE = (240, 140), (360, 200)
 UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 """Powers of ten and their unit prefixes."""
 _MAX_MARKED, _LINE = 12, 12
-"""Maximum number of points up to which a series has a marker at each point, and the height of a line of text."""
+"""Maximum number of points in a series with a marker at each point, and the height of a line of text."""
 _STYLE: Any = {
     "svg.fonttype": "none",
     "font.size": 11,

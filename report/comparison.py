@@ -24,7 +24,7 @@ ALPHA = 0.05
 FEWEST_BLOCKS = 3
 """Minimum number of blocks for a rank test."""
 FULL = 0.9
-"""Minimum number of clients in a ranked row, as a fraction of the clients in the row with the most clients (see
+"""Minimum number of clients in a ranked row, as a fraction of the largest number of clients in any row (see
 :func:`posy.spread.best`)."""
 
 LEGEND = (
@@ -50,7 +50,7 @@ WORST = -1e300
 Repeat = tuple[int, int]
 """A seed and a fold of cross-validation, which is 0 without folds."""
 Scores = Mapping[int, float]
-"""The metric of each client for whose test samples it is defined."""
+"""The clients' metrics, keyed by client, without the clients for whose test samples the metric is undefined."""
 
 
 def client_scores(path: Path, point: str, server_round: int, metric: Metric) -> dict[int, float]:
@@ -104,8 +104,8 @@ def gain(pairs: Sequence[tuple[Scores, Scores]], *, lower_is_better: bool = Fals
 def signed_rank_p(differences: np.ndarray) -> float:
     """Return the two-sided p-value of Wilcoxon's signed-rank test, ignoring differences of 0; 1 if all are 0.
 
-    If some of a few differences are tied, SciPy takes seconds to compute the exact p-value. This function computes the
-    rank sums for all 2^n sign patterns in one matrix product.
+    For a few differences with ties, SciPy takes seconds to compute the exact p-value. This function instead computes
+    the rank sums for all 2^n sign patterns in one matrix product.
     """
     signed = differences[differences != 0]
     if not len(signed):
@@ -273,7 +273,7 @@ def ranks(scores: pd.DataFrame) -> Ranks | None:
 
 
 def last_round(summary: Mapping[str, Any], point: str) -> Mapping[str, Any]:
-    """Return the figures of a run's last round, or an empty mapping if that round was not evaluated."""
+    """Return the statistics of a run's last round, or an empty mapping if that round was not evaluated."""
     figures: Mapping[str, Any] = summary[point]["last"] or {}
     return figures if figures.get("round") == summary["rounds"] else {}
 
@@ -498,7 +498,7 @@ def compared(clients: pd.DataFrame, ranked: Ranks | None, metric: Metric) -> str
         order = ", ".join(f"{name} {rank:.2f}" for name, rank in ranked.mean.items())
         ties = ranked.ties_with_best()
         partial = dict.fromkeys(row["method"] for row in clients.to_dict("records") if not row["ranked"])
-        unranked = f" Not ranked, because they cover fewer clients: {', '.join(partial)}." if partial else ""
+        unranked = f" Not ranked, because they cover too few clients: {', '.join(partial)}." if partial else ""
         parts.append(
             f"## Ranks\n\nMean ranks over {ranked.blocks} blocks (data sets x seeds; diverged runs are last): {order}. "
             f"Friedman's test of the hypothesis that all are equal: p = {ranked.friedman:.2g}. "
@@ -508,7 +508,7 @@ def compared(clients: pd.DataFrame, ranked: Ranks | None, metric: Metric) -> str
 
 
 def per_client(runs: Sequence[Run], metric: Metric) -> str:
-    """Return the score of each named client as Markdown: the mean over the seeds, and its standard deviation.
+    """Return the score of each named client as Markdown: the mean and the standard deviation over the seeds.
 
     The result omits variants without client names, and variants with more than :data:`MOST_NAMED` clients.
     """
@@ -536,7 +536,7 @@ def _over_seeds(values: Sequence[float], metric: Metric) -> str:
 
 
 def _significant(gains: Mapping[str, Gain | None], *, lower: bool) -> dict[str, bool]:
-    """Return whether each comparison shows a significant loss (with ``lower``) or gain, adjusted for multiple tests."""
+    """Return whether each comparison shows a significant gain (with ``lower``, a loss) after Holm's adjustment."""
     tested = {name: result for name, result in gains.items() if result is not None}
     adjusted = holm([result.p for result in tested.values()])
     return {

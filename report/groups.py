@@ -39,7 +39,7 @@ class Group:
 
 
 def grouped(runs: Sequence[Recorded]) -> list[Group]:
-    """Group runs that differ only in their seeds. If some of them also have the same seed, each run is a group."""
+    """Group runs that differ only in their seeds. If some also share a seed, each run forms its own group."""
     posy_settings = declared()
     defaults = {key: item.default for key, item in posy_settings.items() if item.decides and key != "seed"}
     defaults |= {key: None for run in runs for key in run.settings if key not in posy_settings}  # custom methods
@@ -123,7 +123,7 @@ def compared(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], str]:
         return rows, ""
     order = ", ".join(f"{name} {rank:.2f}" for name, rank in ranked.mean.items())
     partial_rows = dict.fromkeys(row["method"] for row in rows if not row["ranked"])
-    unranked = f" Not ranked, because they cover fewer clients: {', '.join(partial_rows)}." if partial_rows else ""
+    unranked = f" Not ranked, because they cover too few clients: {', '.join(partial_rows)}." if partial_rows else ""
     return rows, (
         f"Mean ranks over {ranked.blocks} blocks (data and seed): {order}. Friedman's test of the hypothesis that all "
         f"are equal: p = {ranked.friedman:.2g}. Not significantly different from the best (Nemenyi, 5 %): "
@@ -132,7 +132,7 @@ def compared(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], str]:
 
 
 def _name(run: Recorded, settings: Mapping[str, Any], differing: Mapping[str, Any]) -> str:
-    """Return a group's name: the method and the differing settings, with paths shortened to their last parts."""
+    """Return a group's name: the method and the differing settings, with paths shortened to their last components."""
     differ = {key: str(settings[key]) for key in differing if key in settings and key != "method"}
     short = {key: value.rpartition("/")[2] if value.startswith("/") else value for key, value in differ.items()}
     data = [short.pop("dataset")] if "dataset" in short else []

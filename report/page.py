@@ -133,7 +133,7 @@ def _curves(groups: Sequence[Group]) -> Markup:
 
 
 def _by_metric(groups: Sequence[Group]) -> dict[Metric, list[Group]]:
-    """Return the groups by the metric of their runs."""
+    """Return the groups, keyed by the metric of their runs."""
     by_metric: dict[Metric, list[Group]] = {}
     for group in groups:
         by_metric.setdefault(group.first.metric, []).append(group)
@@ -155,7 +155,7 @@ def _scores(groups: Sequence[Group]) -> Markup:
 
 
 def _spreads(run: Recorded, point: str) -> list[list[str]]:
-    """Return the table rows of a run's scores at an evaluation point: one per round or mean over rounds."""
+    """Return table rows with a run's scores at an evaluation point: one per round, and one for a mean over rounds."""
     rows: dict[str, list[str]] = {}
     text, columns = run.metric.format, list(SPREAD)
     if run.metric.lower_is_better:
@@ -236,9 +236,9 @@ def _comparison(groups: Sequence[Group]) -> Markup:
         "The scores are from the last round of the completed runs. Each method is scored by the model in the column "
         "`model`. ≈ marks the best row, and all rows that are not significantly different from it (Wilcoxon's "
         "signed-rank test over the clients of all seeds at 5 %, adjusted for the number of rows by Holm). Rows are "
-        "summarised over the clients that all rows cover. A row shows the number of its clients if it covers fewer "
-        "clients than took part. A row that covers fewer than nine tenths as many clients as the row with the most "
-        "clients is not ranked."
+        "summarised over the clients that all rows cover. A row that covers fewer clients than took part "
+        "shows its number of clients. A row that covers fewer than nine tenths as many clients as the row with the "
+        "most clients is not ranked."
     )
     selected_lines = [[line[n] for n in column_numbers] for line in lines]
     table = _PARTS.table([columns[n] for n in column_numbers], selected_lines, numbers=columns[3:])
@@ -267,7 +267,7 @@ def _clients(groups: Sequence[Group]) -> Markup:
             _client(client, named.client_name(client), data, curves, mix, metric) for client in clients[:MOST_CLIENTS]
         ]
         points = ", ".join(f"{series.letter} {run.point}" for series, run in runs.items())
-        note = f"Scores for seed {seed}, for the model by which each run is scored ({points}). "
+        note = f"The scores are for seed {seed}. The runs are scored by these models: {points}. "
         note += f"The client with the worst {metric.title} comes first."
         note += " Bars show the number of samples of each class." if mix else ""
         note += f" Only {MOST_CLIENTS} of {len(clients)} clients are shown." if len(clients) > MOST_CLIENTS else ""
@@ -315,8 +315,8 @@ def _quantities(groups: Sequence[Group]) -> Markup:
             rounds = sorted({n for points in chosen.values() for n, _ in points})
             rows = [[dict(points).get(n, 0.0) for n in rounds] for points in chosen.values()]
             names_of = [group.first.client_name(c).replace("client", "cl.") for c in chosen]
-            chart = charts.heat_map(rows, [*map(str, rounds)], names_of, f"Choice of each client, {_of(group)}")
-            figures.append(_framed("Chosen for each client, by round", _of(group), chart))
+            chart = charts.heat_map(rows, [*map(str, rounds)], names_of, f"Choice for each client, {_of(group)}")
+            figures.append(_framed("Method's choice for each client, by round", _of(group), chart))
     pictures = [
         _picture(group, file)
         for group in groups

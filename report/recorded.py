@@ -17,7 +17,7 @@ from posy.strategies.replies import LIMITED
 from posy.yaml12 import read_yaml
 
 Points = list[tuple[int, float]]
-"""Rounds and their values, omitting rounds without a value."""
+"""Rounds and their values, without the rounds that have no value."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +100,7 @@ class Recorded:
         return points
 
     def client_curves(self, column: str) -> dict[int, Points]:
-        """Return a column of ``clients.csv`` over the rounds, by client."""
+        """Return a column of ``clients.csv`` over the rounds, keyed by client."""
         curves: dict[int, Points] = {}
         for row in self.clients:
             if row.get(column):
@@ -120,9 +120,9 @@ class Recorded:
 def point_of(summary: Mapping[str, Any]) -> str:
     """Return the evaluation point at which a run's method is scored.
 
-    The current code defines the point of Posy's own methods. Runs record the accuracies at both points, so reports can
-    score older and newer runs by the same model. For a custom method, use the recorded point, because the method's file
-    may be missing.
+    The current code defines the point of Posy's own methods. Runs record the scores at both points, so reports can
+    score older and newer runs by the same model. The point of a custom method is the recorded point, because the
+    method's file may be missing.
     """
     method = str(summary["method"])
     recorded = None if method in (*METHODS, *REFERENCES) else summary.get("point")

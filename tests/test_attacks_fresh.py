@@ -395,7 +395,7 @@ def test_a_run_cannot_replace_the_models_of_another_run(tmp_path: Path, cells: n
     assert not send(NodeGrid(node), values(), model(), **wanted).has_error()
     assert list((tmp_path / "models" / "one-0000").glob("*.safetensors"))
     reply = send(NodeGrid(node), values(lr=0.5), model(), **wanted)
-    assert "rule state: the state of this run name" in reply.error.reason
+    assert "rule state: the state under this run name" in reply.error.reason
 
 
 def test_oversized_settings_are_refused(tmp_path: Path, cells: np.ndarray) -> None:

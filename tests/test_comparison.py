@@ -177,7 +177,7 @@ def test_rows_are_compared_over_the_same_clients(partial: list[Run]) -> None:
     text = compared(over_clients(partial), ranks(scores), ACCURACY)
     assert "| FedAS | local | 80.00 (6 of 30) |" in text
     assert "| FedAvg | served | 65.00 |" in text
-    assert "cover fewer clients: FedAS" in text
+    assert "cover too few clients: FedAS" in text
 
 
 def test_rows_of_one_cohort_are_ranked(partial: list[Run]) -> None:

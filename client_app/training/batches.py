@@ -264,8 +264,8 @@ def _draw_numbers(
 ) -> Tensor | None:
     """Return random numbers ``(S, P, B, k)`` for P clients' batches, whose ``sizes`` are ``(P, S)``, or None.
 
-    Padding, where ``mask`` ``(S, P, B)`` is False, gets 0, because drawing numbers for it would change the client's
-    random stream.
+    The numbers are 0 for padding, where ``mask`` ``(S, P, B)`` is False. Drawing numbers for padding would change the
+    client's random stream.
     """
     tables = []
     for source, counts, is_sample in zip(sources, sizes.astype(int), mask.unbind(1), strict=True):

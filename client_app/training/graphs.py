@@ -14,8 +14,8 @@ from flwr.common.logger import log
 from torch import Tensor
 
 WARM_UP = 2
-"""Number of warm-up steps before the first capture for each pair of step kind and number of clients. CUDA loads and
-selects kernels in these steps."""
+"""Number of warm-up steps before the first capture for each combination of step kind and number of clients. CUDA loads
+and selects kernels during these steps."""
 FEWEST = 4
 """Minimum number of replays that justifies a capture, which takes about as long as two steps."""
 

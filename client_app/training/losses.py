@@ -1,4 +1,4 @@
-"""Per-sample losses of each target, and custom loss functions, which are checked on a small batch before a run."""
+"""Per-sample losses for each target, and custom loss functions, which are checked on a small batch before a run."""
 
 from functools import lru_cache, partial
 

@@ -301,7 +301,7 @@ def _numbers_of(batch: Batch) -> Tensor:
 
 
 def _factor(norm: float, lengths: Tensor, enlarge: bool) -> Tensor:
-    """Return the factors that scale vectors of the given lengths to a norm. A zero vector gets the factor 1."""
+    """Return the factors that scale vectors of the given lengths to a norm. The factor of a zero vector is 1."""
     factor = norm / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
     return torch.where(lengths > 0, factor, 1.0) if enlarge else factor.clamp(max=1.0)
 

@@ -1,6 +1,6 @@
 """Closed-form gradients of perceptrons with cross-entropy loss, for many models at a time.
 
-In a small network, autograd's bookkeeping takes most of the time of a step. The matrix products alone take less than
+In a small network, autograd's bookkeeping takes most of a step's time. The matrix products alone take less than
 half of this time, and one batched product serves several models.
 """
 

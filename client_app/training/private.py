@@ -30,7 +30,7 @@ CHUNK_NUMBERS = 1 << 26
 
 
 def check_job(job: Job) -> None:
-    """Raise ``ValueError`` for a job whose result depends on more than the gradient of each sample."""
+    """Raise ``ValueError`` for a job whose result depends on more than the per-sample gradients."""
     work = job.work
     unsupported = {
         "a step rule": work.rule is not None,

@@ -39,9 +39,10 @@ class MetaGradient:
     """The gradient of the loss after one step of adaptation (Per-FedAvg, Fallah et al., 2020, Eqs. 5, 7 and Section 5).
 
     Each mini-batch is divided into a part for the adaptation, a part for the loss after adaptation, and a third part
-    for the product with the Hessian. Without ``hessian``, the product is omitted (FO). Otherwise, it is the difference
-    of the gradients at two points, displaced by ± ``hessian`` times the outer gradient, divided by 2 ``hessian`` (HF).
-    Clipping, weight decay and the optimiser act on the meta-gradient. The adaptation is a plain gradient step.
+    for the product with the Hessian. Without ``hessian``, the product is omitted (FO). With ``hessian``, the product is
+    the difference of the gradients at two points, displaced by ± ``hessian`` times the outer gradient, divided by
+    2 ``hessian`` (HF). Clipping, weight decay and the optimiser act on the meta-gradient. The adaptation is a plain
+    gradient step.
     """
 
     regularises: ClassVar[bool] = False
@@ -69,8 +70,8 @@ class MoreauEnvelope:
     """The gradient λ (w − θ) of the Moreau envelope (pFedMe, T. Dinh et al., 2020, Eqs. 3, 5 and 8).
 
     θ results from a few steps on the mini-batch that minimise f(θ) + λ/2 ||θ − w||². The paper does not say where these
-    steps start. As in the authors' program, they start at the previous mini-batch's θ or, on the first mini-batch, at
-    w.
+    steps start. As in the authors' program, the steps start at the previous mini-batch's θ or, on the first mini-batch,
+    at w.
 
     Weight decay is part of f, and clipping applies to the gradient of f, so this rule applies both instead of the
     optimiser. All forward passes are at θ, so the running statistics belong to θ, and w shares them.
@@ -180,7 +181,7 @@ def frozen_statistics(models: Models) -> Iterator[None]:
 
 
 def leading(tensors: list[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """Return the leading rows of stacked tensors, one for each client that is still training, as in ``like``."""
+    """Return as many leading rows of stacked tensors as in ``like``: one per client that is still training."""
     if not tensors or tensors[0].shape == like[0].shape:
         return tensors
     return [tensor[: len(like[0])] for tensor in tensors]

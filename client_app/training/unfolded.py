@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 COLUMNS = 2 << 20
-"""Maximum number of elements in a model's unfolded batch. A larger batch would take too much memory, and it keeps a
-GPU busy even without unfolding."""
+"""Maximum number of elements in a model's unfolded batch. A larger batch keeps a GPU busy even without unfolding,
+and its unfolded form would take too much memory."""
 FEW = 8
-"""Minimum ratio of an unfolded sample's size to the weights' size at which each sample gets its own product.
+"""Minimum ratio of an unfolded sample's size to the weights' size for a separate matrix product per sample.
 
 If a layer has few weights, its gradient is a small matrix, summed over many rows. A single product would leave most of
 a GPU idle.
