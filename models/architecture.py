@@ -78,7 +78,7 @@ class Architecture:
 
     @property
     def fixed(self) -> Mapping[str, FloatArray]:
-        """The fixed floating-point tensors, keyed by name. They are neither trained nor sent, nor in the flat vector.
+        """The fixed floating-point tensors, keyed by name. They are not trained, sent, or part of the flat vector.
 
         These are the parameters without gradient and the statistics of frozen BatchNorm layers. Their values are the
         initial values for seed 0, regardless of the run's seed.

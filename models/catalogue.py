@@ -49,16 +49,19 @@ MODELS = {
     ),
     "mlp": Network("perceptron with hidden layers of 128 and 64 units", ("image", "features", "series"), "small:mlp"),
     "cnn": Network(
-        "two 5x5 convolutions of 32 and 64 channels, 512 units (FedAvg, cwFedAvg, FedFew)", ("image",), "small:cnn", 16
+        "two 5x5 convolutions with 32 and 64 channels, 512 units (FedAvg, cwFedAvg, FedFew)",
+        ("image",),
+        "small:cnn",
+        16,
     ),
     "cnn-3fc": Network(
-        "two 5x5 convolutions of 64 channels, 120 and 64 units (FedRep and PPFE for CIFAR-10)",
+        "two 5x5 convolutions with 64 channels, layers of 120 and 64 units (FedRep and PPFE for CIFAR-10)",
         ("image",),
         "small:cnn_3fc",
         16,
     ),
     "cnn-3fc-wide": Network(
-        "two 5x5 convolutions of 64 and 128 channels, 256 and 128 units, dropout 0.6 (FedRep and PPFE for CIFAR-100)",
+        "two 5x5 convolutions with 64 and 128 channels, 256 and 128 units, dropout 0.6 (FedRep and PPFE for CIFAR-100)",
         ("image",),
         "small:cnn_3fc_wide",
         16,
@@ -74,13 +77,15 @@ MODELS = {
     "fasttext": Network("fastText with one hidden layer (Joulin et al., 2017; cwFedAvg)", ("text",), "text:fasttext"),
     "textcnn": Network("TextCNN (Kim, 2014; FedFew)", ("text",), "text:textcnn", 5),
     "lstm": Network(
-        "word vectors of 300 numbers, an LSTM of 128 units, 64 and 32 units (PPFE for Sent140)", ("text",), "text:lstm"
+        "word vectors of length 300, an LSTM of 128 units, layers of 64 and 32 units (PPFE for Sent140)",
+        ("text",),
+        "text:lstm",
     ),
     "gru": Network(
         "a GRU of 64 units (Cho et al., 2014) and a fully connected layer of 32 units", ("series",), "series:gru"
     ),
     "cnn1d": Network(
-        "two convolutions over time of 32 and 64 channels, and a fully connected layer of 64 units",
+        "two convolutions over time, with 32 and 64 channels, and a fully connected layer of 64 units",
         ("series",),
         "series:cnn1d",
     ),

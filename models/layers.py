@@ -134,7 +134,7 @@ def spread_directions(count: int, size: int) -> Tensor:
 
 
 class SingleLogit(nn.Linear):
-    """Layer with the logit of the second of two classes; the logit of the first class is 0."""
+    """Layer that computes the logit of the second of two classes; the logit of the first class is 0."""
 
     def __init__(self, in_features: int) -> None:
         super().__init__(in_features, 1)
@@ -165,7 +165,7 @@ def capped_rank(in_features: int, out_features: int, rank: int) -> int | None:
 def low_rank_factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return the factors (V, U) of the best low-rank approximation of a weight matrix.
 
-    The factors come from the singular value decomposition truncated to the rank, weight ≈ U V (PPFE, Section 4). Each
+    The factors are computed from the truncated singular value decomposition, weight ≈ U V (PPFE, Section 4). Each
     factor includes the square roots of the singular values, so that both have gradients of the same scale. The entry
     with the largest absolute value in each row of V is made positive, because signs could otherwise differ between CPU
     and GPU.
@@ -193,7 +193,7 @@ def low_rank_factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 def kaiming_linear(module: nn.Module) -> None:
     """Draw the weights of all linear layers by Kaiming-normal initialisation (fan-in), and set their biases to 0.
 
-    The numbers come from the global generator. Cosine heads and frozen parameters keep their values.
+    The weights are drawn from the global generator. Cosine heads and frozen parameters keep their values.
     """
     for part in module.modules():
         if type(part) is nn.Linear:

@@ -46,7 +46,7 @@ class CustomModel(ChainModel):
 
     @property
     def fully_connected(self) -> tuple[str, ...]:
-        """Names of the linear layers, including the head, without subclasses of ``nn.Linear`` such as adapters."""
+        """Names of the linear layers, including the head but not subclasses of ``nn.Linear`` such as adapters."""
         kinds = (nn.Linear, LowRankLinear)
         linears = [name for name, path in self._paths.items() if path and type(self.layer(name)) in kinds]
         return (*linears, "head")

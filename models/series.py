@@ -27,7 +27,7 @@ def gru(task: Task, ranks: Mapping[str, int]) -> ChainModel:
 
 
 def cnn1d(task: Task, ranks: Mapping[str, int]) -> ChainModel:
-    """Return two convolutions over time of 32 and 64 channels, a mean over time, and a layer of 64 units."""
+    """Return two convolutions over time (32 and 64 channels), a mean over time, and a layer of 64 units."""
     blocks = {
         "conv1": TimeConvolution(task.input_shape[1], CHANNELS[0], KERNEL),
         "conv2": TimeConvolution(*CHANNELS, KERNEL, last=True),

@@ -1,7 +1,7 @@
-"""Small networks: ``linear``, ``logistic`` and ``mlp``, and the networks with convolutions.
+"""Small networks: ``linear``, ``logistic`` and ``mlp``, and small convolutional networks.
 
-The networks with convolutions have two 5×5 convolutions without padding, each with 2×2 max-pooling. Images of 28×28
-pixels become 4×4, and images of 32×32 become 5×5. The smallest possible size, 16×16, becomes a single pixel.
+The convolutional networks have two 5×5 convolutions without padding, each followed by 2×2 max-pooling. They reduce
+images of 28×28 pixels to 4×4, and images of 32×32 to 5×5. They reduce the smallest possible size, 16×16, to one pixel.
 """
 
 import math
@@ -65,7 +65,7 @@ def cnn_3fc_wide(task: Task, ranks: Mapping[str, int]) -> ChainModel:
 def lenet_gn(task: Task, ranks: Mapping[str, int]) -> ChainModel:
     """Return a LeNet with GroupNorm for FedDRM's sharing levels (Figs. 6 and 12).
 
-    The paper gives no widths, so they come from the authors' program. Depending on the level, the two branches share
+    The paper gives no widths, so they are taken from the authors' code. Depending on the level, the two branches share
     nothing, only ``conv1``, both convolutions, or all blocks but ``fc3``.
     """
     blocks = {

@@ -95,7 +95,7 @@ class LSTM(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights uniformly within 1 / sqrt(units), as PyTorch does."""
+        """Draw the weights uniformly from ±1 / sqrt(units), as PyTorch does."""
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -1 / math.sqrt(self.units), 1 / math.sqrt(self.units))
 

@@ -10,8 +10,8 @@ os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 
 _HERE = Path(__file__).resolve().parent
 if not (_HERE / "server_app").is_dir():
-    # In a checkout, this folder contains links to data/, models/ and the other packages. In a wheel it contains the
-    # packages themselves. Flower's bundle of the app has neither, so Posy adds the parent folder to the search path.
+    # In a checkout, this folder contains links to data/, models/ and the other packages. In a wheel, it contains the
+    # packages themselves. Flower's app bundle contains them in the parent folder, which Posy adds to the search path.
     __path__.append(str(_HERE.parent))
 
 if TYPE_CHECKING:

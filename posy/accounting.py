@@ -154,7 +154,7 @@ def as_unit(event: Event, unit: Unit) -> Event | None:
 
 
 def spent(events: Iterable[Event], delta: float, unit: Unit = "sample") -> float:
-    """Return the total ε that events have spent at δ, or infinity if one of them does not give any guarantee.
+    """Return the total ε that events have spent at δ, or infinity if one of them gives no guarantee.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """Compute metrics from sums over samples, which secure aggregation can mask and add over clients.
 
-A probability counts as the lower edge of its bin. Each binned metric therefore equals the metric of predictions that
-are rounded down to a hundredth.
+Each probability is replaced by the lower edge of its bin. Each binned metric therefore equals the metric of
+predictions that are rounded down to a hundredth.
 """
 
 import math

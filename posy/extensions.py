@@ -34,8 +34,8 @@ def located(text: str) -> str:
     """Return ``file.py:name`` with the absolute path of the file that contains ``module:name``.
 
     Posy looks for the file in the directory where the run was started. If the file does not exist, ``text`` names an
-    installed module and is returned unchanged. ``own/file.py:name`` names a file in the bundle on every machine.
-    Outside the bundle, for example when a user loads the run's models, it names the user's ``file.py``.
+    installed module and is returned unchanged. ``own/file.py:name`` refers to a file in the bundle on every machine.
+    Outside the bundle, for example when a user loads the run's models, this name refers to the user's ``file.py``.
     """
     module, _, name = text.rpartition(":")
     if module.startswith(f"{BUNDLED}/"):

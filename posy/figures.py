@@ -83,7 +83,7 @@ class Panel:
 
 
 def over_rounds(points: Sequence[Sequence[Evaluation]], path: Path, metric: Metric | None = None) -> None:
-    """Draw the mean of a metric over the clients per round, with bands for mean ± std and for min to max.
+    """Plot a metric's mean over the clients against the round, with bands for mean ± std and for min to max.
 
     ``points`` contains the evaluations of the served models and of the local models, and ``metric`` is None for the
     loss. With secure aggregation, the figure shows only the mean over all samples, without bands.
@@ -368,7 +368,7 @@ def images(pictures: Mapping[str, npt.ArrayLike], path: Path, *, title: str = ""
 def branches(
     networks: Mapping[str, tuple[Sequence[str], int]], path: Path, *, title: str = "", names: tuple[str, str]
 ) -> None:
-    """Draw a panel for each two-branch network, with the names of its blocks and of the shared blocks."""
+    """Draw a panel for each two-branch network, with the names of its shared and separate blocks."""
     with _figure(path, _WIDTH, 3.6) as figure:
         figure.suptitle(title, x=0.01, ha="left")
         grid = figure.subplots(1, len(networks), squeeze=False, sharey=True)

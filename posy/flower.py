@@ -44,7 +44,7 @@ CLOCK_SECONDS = 60.0
 MAX_REASON = 300
 """Maximum number of characters of a reason in a message."""
 UNANSWERED = 1000
-"""Code of Posy's own errors, for messages that do not get a reply."""
+"""Code of the error that Posy reports for a message without a reply."""
 PING = "ping"
 """Key in the config of a message that only asks a node for a reply."""
 EXIT_CODE = "Exit Code: "

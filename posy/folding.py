@@ -41,13 +41,13 @@ def fold(content: RecordDict) -> RecordDict:
 
 
 def _pieces(array: Array) -> list[ConfigRecord]:
-    """Return the bytes of an array in pieces, which all messages that contain the array share."""
+    """Return an array's bytes in pieces, which are shared by all messages that contain the array."""
     if "_pieces" not in vars(array):
         data = memoryview(array.data)
         starts = range(0, len(data), PIECE_BYTES)
         vars(array)["_pieces"] = [ConfigRecord({"": bytes(data[i : i + PIECE_BYTES])}) for i in starts]
         if isinstance(array, SharedArray):
-            array.forget_bytes()  # the pieces contain them now
+            array.forget_bytes()  # the pieces now contain the bytes
     pieces: list[ConfigRecord] = vars(array)["_pieces"]
     return pieces
 

@@ -34,7 +34,7 @@ Array = npt.NDArray[Any]
 ALIGNMENT = 64
 """Alignment of arrays in bytes."""
 BUNDLES_PER_WORKER = 2
-"""Number of bundles that a process has at a time: it works on the first while the second waits."""
+"""Number of bundles assigned to a process at a time: it works on the first while the second waits."""
 MAX_BUNDLE_PARCELS, MAX_BUNDLE_BYTES = 8, 8 << 20
 """Limits on the parcels and bytes in a bundle. Posy sends parcels in bundles to wake a process less often."""
 
@@ -150,7 +150,7 @@ class Worker:
 
 @dataclass
 class _Job:
-    """One call of :meth:`Workers.run`: its remaining groups, its functions, and its shared arrays, keyed by ``id``."""
+    """One call to :meth:`Workers.run`: its remaining groups, its functions, and its shared arrays, keyed by ``id``."""
 
     waiting: deque[list[int]]
     prepare: Callable[[int], Parcel]

@@ -13,8 +13,8 @@ CALIBRATION_BINS = 15
 class Metric:
     """A metric. ``name`` appears in settings and columns, ``title`` in tables.
 
-    ``targets`` lists the targets for which the metric is defined. ``in_percent`` is True if tables show the metric in
-    percent, ``lower_is_better`` if lower values are better, and ``binary_only`` if the metric needs two classes.
+    ``targets`` lists the targets for which the metric is defined. ``in_percent`` is True if tables show the metric as a
+    percentage, ``lower_is_better`` if lower values are better, and ``binary_only`` if the metric needs two classes.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Metric:
     binary_only: bool = False
 
     def format(self, value: float | None) -> str:
-        """Return a value as text, in percent or with four significant digits; None gives an empty string."""
+        """Return a value as text, as a percentage or with four significant digits; None gives an empty string."""
         text = self.number(value)
         return f"{text} %" if text and self.in_percent else text
 
@@ -90,5 +90,5 @@ def metrics_for(target: str, size: int) -> list[Metric]:
 
 
 def column_of(point: str, measure: str, split: str = "") -> str:
-    """Return the column of a score in a client's row, as in ``served_validation_accuracy``."""
+    """Return the column name of a score in a client's row, as in ``served_validation_accuracy``."""
     return "_".join(part for part in (point, split, measure) if part).replace("-", "_")

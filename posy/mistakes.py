@@ -1,4 +1,4 @@
-"""Distinguish mistakes in the code of a method from failures of a client, and report mistakes to the method's author.
+"""Distinguish bugs in a method's code from client failures, and report the bugs to the method's author.
 
 A client may fail because its training diverges, its data cannot be read, or its memory is full. The server then drops
 the client's reply, and the run continues. Any other exception on a client is a bug in the method's code. If
@@ -23,7 +23,7 @@ class MethodError(RuntimeError):
 
 
 def is_failure(error: BaseException) -> bool:
-    """Return whether an exception is a failure of a client; any other exception is a mistake in code.
+    """Return whether an exception is a client failure; any other exception is a bug in the method's code.
 
     Failures are Posy's own exceptions, and exceptions about files, connections or memory.
     """
@@ -46,7 +46,7 @@ def place_of(error: BaseException, *, outside: bool = True) -> str:
 
 
 def method_error(error: Exception) -> MethodError:
-    """Return the exception that reports a mistake to the server: in a simulation the traceback, else the location."""
+    """Return the exception that reports a bug to the server: with its traceback in a simulation, else its location."""
     if of_simulation():
         return MethodError("".join(traceback.format_exception(error)))
     return MethodError(f"{type(error).__name__} at {place_of(error)}: {error}")
@@ -58,7 +58,7 @@ def raise_mistake(client: int, error: Error) -> None:
     if in_simulation() and MethodError.__name__ in reason and TRACEBACK in reason:
         _, _, text = reason.rpartition(MethodError.__name__)
         text = text.rstrip().removesuffix("'>")
-        raise MethodError(f"the code of the method has raised an exception on client {client}\n{text}")
+        raise MethodError(f"the method's code raised an exception on client {client}\n{text}")
 
 
 def with_traceback(error: BaseException) -> BaseException:

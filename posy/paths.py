@@ -19,7 +19,7 @@ def expanded(text: str) -> Path:
 
 
 def absolute(text: str) -> Path:
-    """Resolve a path from the settings and its links, relative to the directory in which the run was started."""
+    """Resolve a path from the settings, including links, relative to the directory in which the run was started."""
     path = Path(os.environ.get(START_DIRECTORY, Path.cwd())) / expanded(text)
     try:
         return path.resolve()
@@ -33,7 +33,7 @@ def flwr_home() -> Path:
 
 
 def exists(path: Path) -> bool:
-    """Return whether a path exists, without pathlib's error for names that are too long."""
+    """Return whether a path exists; a name that is too long gives False instead of an error from pathlib."""
     try:
         return path.exists()
     except OSError:
@@ -41,7 +41,7 @@ def exists(path: Path) -> bool:
 
 
 def is_file(path: Path) -> bool:
-    """Return whether a path is a file, without pathlib's error for names that are too long."""
+    """Return whether a path is a file; a name that is too long gives False instead of an error from pathlib."""
     return exists(path) and path.is_file()
 
 

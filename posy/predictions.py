@@ -14,7 +14,7 @@ from posy.metrics import CLASSES, VALUES
 from posy.scores import Predictions
 
 SAMPLE, LABEL = "sample", "label"
-"""Columns for the index of a sample, from 0, in the data set or in the site's table, and for its class."""
+"""Names of the columns for a sample's index (from 0, in the data set or the site's table) and for its class."""
 
 
 def write_predictions(
@@ -22,8 +22,8 @@ def write_predictions(
 ) -> None:
     """Write predictions to a CSV file with one row per sample.
 
-    The columns are the index of the sample, its class or its labels or values, and the outputs for each of the C
-    classes, labels or values, such as ``p(ill)``.
+    The columns contain the sample's index, its true class, labels or values, and the model's outputs for the C classes,
+    labels or values, such as ``p(ill)``.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ def write_predictions(
 
 
 def read_predictions(path: Path, like: Predictions, names: Sequence[str]) -> Predictions:
-    """Read predictions that :func:`write_predictions` wrote, with the options of ``like``."""
+    """Read predictions that :func:`write_predictions` wrote, using the options of ``like``."""
     with path.open(encoding="utf-8", newline="") as file:
         _, *rows = csv.reader(file)
     outputs = np.array([row[-len(names) :] for row in rows], np.float64).reshape(len(rows), len(names))

@@ -1,7 +1,7 @@
 """Compute metrics of predictions on labelled samples, for classification, multi-label classification and regression.
 
-A metric that is not defined for the samples, such as the AUROC of samples from a single class, does not have a value
-(None). Means over classes skip the classes for which the metric is not defined.
+A metric that is not defined for the samples, such as the AUROC of samples from a single class, has no value (None).
+Means over classes skip the classes for which the metric is not defined.
 """
 
 import math
@@ -33,9 +33,9 @@ class Predictions:
     outputs : numpy.ndarray, float64, (n, C)
         Probabilities of the classes, which sum to 1; probabilities of the labels; or predicted values.
     positive : int
-        Class that counts as positive, for two classes.
+        The class that counts as positive if there are two classes.
     threshold : float
-        Minimum probability with which the positive class, or a label, is predicted.
+        Minimum probability at which the positive class, or a label, is predicted.
     sensitivity : float
         Minimum sensitivity for ``specificity-at-sensitivity``.
     """
@@ -85,7 +85,7 @@ class Predictions:
 
 
 def log_losses(p: Predictions) -> Floats:
-    """Return the negative log-likelihood of each sample ``(n,)``, or for labels its mean over the labels.
+    """Return the negative log-likelihood of each sample ``(n,)``; with labels, the mean over its labels.
 
     Like scikit-learn, the function replaces smaller probabilities by float64's epsilon.
     """
@@ -101,7 +101,7 @@ def brier_scores(p: Predictions) -> Floats:
     """Return the squared error of the probabilities of each sample ``(n,)``.
 
     For two classes, it is the error of one class: half of the original score (Brier, 1950). For more classes, it is the
-    sum over the classes, and for labels the mean over the labels.
+    sum over the classes. For labels, it is the mean over the labels.
     """
     squares = np.square(p.outputs - p.indicators)
     scores: Floats = squares.mean(axis=1) if p.target == LABELS or p.is_binary else squares.sum(axis=1)
@@ -150,7 +150,7 @@ class _Weighted:
         return f1_scores(hits, predicted, actual, micro=self.p.target == LABELS)
 
     def histogram(self, label: int) -> Floats:
-        """Return the weights of the samples without and with a label per distinct probability ``(B, 2, U)``."""
+        """Return, for each distinct probability, the weight of the samples without and with a label ``(B, 2, U)``."""
         order = np.argsort(self.p.outputs[:, label], kind="stable")
         scores, has_label = self.p.outputs[order, label], self.p.indicators[order, label] == 1
         starts = np.flatnonzero(np.r_[True, scores[1:] != scores[:-1]])
@@ -228,7 +228,7 @@ FUNCTIONS: dict[str, Callable[[_Weighted], Floats]] = {
 }
 """The functions for the metrics in :data:`posy.metrics.METRICS`, keyed by name.
 
-They equal scikit-learn's functions, whose checks take longer than the computation for a small client.
+They return the same values as scikit-learn's functions, whose checks would dominate the cost for a small client.
 """
 
 
@@ -242,7 +242,7 @@ def weighted(p: Predictions, weights: Floats, names: Collection[str]) -> dict[st
     weights : numpy.ndarray, float64, (B, n)
         B sets of weights of the samples. A sample with weight k counts k times.
     names : collection of str
-        Names of metrics that suit the target.
+        Names of metrics that are defined for the target.
     """
     samples = _Weighted(p, weights)
     return {name: FUNCTIONS[name](samples) for name in names}

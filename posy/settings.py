@@ -54,7 +54,7 @@ class SettingsError(ValueError):
     """A setting is unknown, of the wrong type, or outside its range."""
 
     shareable = True
-    """Whether a node with data may send the message to the server, because it quotes only the run's settings."""
+    """Whether a node with data may send the message to the server: True if it quotes only the run's settings."""
 
 
 class NodeConfigError(SettingsError):
@@ -148,8 +148,8 @@ class Setting:
     the empty string. In a setting that several methods inherit, ``{method}`` in a key is replaced by the method's name.
     While the condition is false, any value other than the default is an error."""
     limit: str = field(default="", kw_only=True)
-    """The largest value that has an effect in a run, which depends on another setting: its key, or an expression such
-    as ``num-clients - 1``. Any larger value other than the default is an error."""
+    """The largest value that has an effect in a run, given as the key of another setting, or as an expression such as
+    ``num-clients - 1``. Any larger value other than the default is an error."""
     samples: Literal["", "image", "text", "table", "features"] = field(default="", kw_only=True)
     """The only kind of samples for which the setting has an effect. Empty if it applies to all kinds."""
     choices: tuple[str, ...] = ()
@@ -255,7 +255,7 @@ class Setting:
         return abs(value) <= LARGEST and self.minimum <= value <= self.most and value > self.above
 
     def checked(self, key: str, value: Any, where: str) -> Any:
-        """Check a value and return it as the setting's type, or raise :class:`SettingsError` like :func:`checked`."""
+        """Check a value and convert it to the setting's type, or raise :class:`SettingsError` like :func:`checked`."""
         if self.number_or and value == self.number_or:
             return value
         if self.kind is float and type(value) is int and abs(value) <= LARGEST:
@@ -351,7 +351,7 @@ def _is_constant(text: str, setting: Setting, sign: str) -> bool:
 
 
 def checked(config: Mapping[str, Any], declarations: Mapping[str, Setting], where: str) -> dict[str, Scalar]:
-    """Check settings and return them as their declared types.
+    """Check settings and convert them to their declared types.
 
     Raises
     ------
@@ -363,7 +363,7 @@ def checked(config: Mapping[str, Any], declarations: Mapping[str, Setting], wher
 
 
 def build(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
-    """Build a settings dataclass from checked values. Missing keys get their defaults, and other keys are ignored."""
+    """Build a settings dataclass from checked values. Missing keys take their defaults, and other keys are ignored."""
     return cls(**{name: values[key] for key, name in _names_by_key(cls, prefix) if key in values})  # type: ignore[arg-type]
 
 
@@ -396,7 +396,7 @@ def with_sources(message: str, values: Mapping[str, Any], sources: Mapping[str, 
     values : mapping
         The values of the settings by key.
     sources : mapping
-        The sources of the settings by key. Settings without a source have their defaults.
+        The sources of the settings by key. A setting without a source has its default value.
     """
     quotations = []
     for key in values.keys() & sources.keys():

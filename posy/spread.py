@@ -96,8 +96,8 @@ class Evaluation(NamedTuple):
 def best(evaluations: Sequence[Evaluation], *, lower_is_better: bool = False) -> Evaluation | None:
     """Return the evaluation with the best mean, or None if there is none. Ties go to the earliest round.
 
-    The function skips evaluations with fewer than nine tenths of the clients in the largest evaluation. Otherwise,
-    the best of many small cohorts would depend more on the cohort than on the models.
+    The function skips evaluations with fewer than nine tenths as many clients as the largest evaluation. Otherwise, the
+    best of many small cohorts would depend more on the cohort than on the models.
     """
     most = max((e.over_clients["clients"] for e in evaluations), default=0)
     comparable = [e for e in evaluations if 10 * e.over_clients["clients"] >= 9 * most]

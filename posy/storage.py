@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 load_arrays = safetensors.numpy.load_file
-"""A function that reads the arrays in a ``.safetensors`` file, which another program may have written."""
+"""A function that reads the arrays in a ``.safetensors`` file, including a file written by another program."""
 CHECKSUMS = "crc32"
 
 
@@ -26,7 +26,7 @@ class DamagedFileError(ValueError):
 
 
 def replace(path: Path, write: Callable[[Path], object], *, durable: bool = False) -> None:
-    """Write a file under a temporary name with ``write``, and rename it, so that no process reads an incomplete file.
+    """Create a temporary file with ``write``, then rename it to ``path``, so that no process reads an incomplete file.
 
     If ``durable`` is true, wait until the file is on the disk, so that it survives a power failure.
     """
@@ -74,7 +74,7 @@ def exclusive(path: Path) -> Iterator[None]:
 def lock(path: Path) -> int:
     """Lock a directory, and return the descriptor that holds the lock.
 
-    The lock ends when this process and all processes that inherit the descriptor have closed it. Raise
+    The lock is released once this process and all processes that inherit the descriptor have closed it. Raise
     :class:`BlockingIOError` if another process has locked the directory.
     """
     descriptor = os.open(path, os.O_RDONLY)

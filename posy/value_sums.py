@@ -23,7 +23,7 @@ def count_of(size: int) -> int:
 
 
 def value_sums(p: Predictions, mean: Sequence[float], std: Sequence[float]) -> list[int] | None:
-    """Return the sums over the samples of predictions, or None if a sum is too large.
+    """Return the sums over the predicted samples, or None if a sum is too large.
 
     For each of C standardised values z with the prediction ẑ, the sums are Σ|ẑ − z|, Σ(ẑ − z)², Σmax(z, 0),
     Σmax(−z, 0) and Σz².
@@ -33,7 +33,7 @@ def value_sums(p: Predictions, mean: Sequence[float], std: Sequence[float]) -> l
     p : Predictions
         Predictions and values in their original unit.
     mean, std : sequence of float, (C,)
-        The scale of each value.
+        The mean and standard deviation used to standardise each value.
     """
     z = (p.y - np.array(mean)) / np.array(std)
     errors = (p.outputs - p.y) / np.array(std)
@@ -54,7 +54,7 @@ def metrics_of(numbers: Sequence[int], samples: int, std: Sequence[float]) -> di
     samples : int
         Number of samples n.
     std : sequence of float, (C,)
-        The standard deviation with which each value is standardised.
+        The standard deviation used to standardise each value.
     """
     sums: Floats = np.array(numbers, np.float64).reshape(ROWS, len(std)) / STEPS / samples
     absolute, square, above, below, second = sums

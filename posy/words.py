@@ -9,7 +9,7 @@ def title(client: int, name: str = "") -> str:
 
 
 def describe_clients(clients: Iterable[int], names: Mapping[int, str], total: int, most: int = 3) -> str:
-    """Return the subject and verb of a sentence about clients, with the names of at most the first ``most`` clients.
+    """Return the subject and verb of a sentence about clients, naming at most the first ``most`` of them.
 
     Examples: ``client 2 is``, ``site-a (client 0) and site-b (client 1) are``, ``12 of 100 clients (3, 7, 9, …) are``.
     ``names`` contains the names of clients that have one, and ``total`` is the number of clients in the run.

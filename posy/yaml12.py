@@ -111,7 +111,7 @@ def dump(content: Any) -> str:
 def read_yaml(path: Path, keys: tuple[type, ...] = (str,)) -> dict[Any, Any]:
     """Return the mapping in a YAML file. Its keys must have one of the types ``keys``.
 
-    Raise :class:`SettingsError` if the file cannot be read, is larger than 4 MiB or not a regular file, or does not
+    Raise :class:`SettingsError` if the file cannot be read, is larger than 4 MiB, is not a regular file, or does not
     contain a mapping.
     """
     try:
@@ -131,4 +131,7 @@ def read_yaml(path: Path, keys: tuple[type, ...] = (str,)) -> dict[Any, Any]:
 
 
 _parsed = lru_cache(maxsize=1024)(parse)
-"""A cached :func:`parse`, because a table reads a run's file several times. Callers may not modify its results."""
+"""A cached version of :func:`parse`, because building a table reads a run's file several times.
+
+Callers may not modify its results.
+"""

@@ -1,4 +1,4 @@
-"""Scores of the models that the server has on its central test set. They select neither a round nor a setting."""
+"""Score models on the server's central test set. These scores are not used to select a round or a setting."""
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -36,7 +36,7 @@ Models = Iterable[tuple[Predictor, int]]
 
 
 def central_test_of(workspace: Workspace) -> CentralTest | None:
-    """Return the central test set of a run, or None without one; see :func:`posy.data.central.central_test`."""
+    """Return a run's central test set, or None if it has none; see :func:`posy.data.central.central_test`."""
     settings = workspace.settings
     return central_test(settings.data, None if workspace.of_sites else workspace.dataset, settings.run.seed)
 
@@ -82,9 +82,9 @@ class CentralScores:
     def of_last_round(self, server_round: int) -> dict[str, Any]:
         """Return the entry for the summary, with the metrics of the served and the local models.
 
-        Each metric has its mean, standard deviation, minimum and maximum over the clients' models. If all clients share
-        one model, each metric also has a bootstrap interval over the samples. The log states the reason if the models
-        by which the method is scored are not available.
+        The entry contains each metric's mean, standard deviation, minimum and maximum over the clients' models. If all
+        clients share one model, it also contains bootstrap intervals over the samples. The log states the reason if the
+        models by which the method is scored are not available.
         """
         entry: dict[str, Any] = {"samples": len(self.test.y), "round": server_round}
         withheld = self._withheld
@@ -144,14 +144,14 @@ class CentralScores:
 
 
 def central_spread(values: Sequence[float]) -> dict[str, Any]:
-    """Return the mean, standard deviation, minimum, maximum and number of values, of which there is at least one."""
+    """Return the mean, standard deviation, minimum, maximum and number of the values in a nonempty sequence."""
     over_clients = spread(values, [1.0] * len(values))
     assert over_clients is not None
     return {key: value for key, value in over_clients.items() if key in MEASURES}
 
 
 def served_models(strategy: PersonalisedStrategy) -> list[tuple[Predictor, int]] | None:
-    """Return the different served models, each with its number of clients.
+    """Return the distinct served models, each with the number of clients that use it.
 
     The result is None if only the clients have the complete models, because a part of each stays on its client, or
     because clients compute them from the arrays that they receive.

@@ -261,7 +261,7 @@ class _Phase:
             self._queues[message.metadata.dst_node_id].append(message)
         self._under_way: dict[int, Delivery] = {}
         self.replies: list[Message] = []
-        """The reply or error of each finished message."""
+        """The reply or error for each finished message."""
         self._started = time.monotonic()
         self._timeout, self._ends, self._grace_ends = timeout, self._started + timeout, math.inf
         training = any(message.metadata.message_type == MessageType.TRAIN for message in messages)

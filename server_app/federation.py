@@ -26,9 +26,9 @@ from posy.strategies.settings import Settings
 from posy.words import describe_clients, one_line
 
 MAX_NAMED = 20
-"""Maximum number of present clients that the log names when a run begins although other clients are missing."""
+"""Maximum number of present clients that the log names when a run begins without some of its clients."""
 FEW_CLASSES, MAX_CLASSES = 4, 60
-"""Maximum number of a site's class names in the task table, and the maximum length of the list in characters."""
+"""Maximum number of class names per site in the task table, and maximum length of a list of them in characters."""
 
 
 class Federation:

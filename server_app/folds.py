@@ -32,7 +32,7 @@ from posy.strategies.run_settings import RunSettings
 from posy.strategies.settings import Settings
 
 UNKNOWN: dict[str, None] = {"last": None, "best": None, "upper-bound": None}
-AT_NODES = "means over the folds; scores over all samples are not available, because the predictions stay at the nodes"
+AT_NODES = "means over the folds; scores over all samples are not available, because the predictions stay on the nodes"
 """The entry ``fold-scores`` in a summary without predictions."""
 OF_SUMS = "means over the folds; scores over all samples are not available with secure-aggregation"
 """The entry ``fold-scores`` in a summary under secure aggregation."""
@@ -69,7 +69,7 @@ class CrossValidation:
         print(results_table(self.summary, self.directory.path), flush=True)
 
     def record(self) -> Record:
-        """Return the record of the summary. The folders of the folds contain the models."""
+        """Return the record of the cross-validation. The folders of the folds contain the models."""
         return Record(self.directory.path)
 
     def _folder(self, fold: int) -> Path:
@@ -124,7 +124,7 @@ class CrossValidation:
         """Return the scores over the finished folds, given the summary of each fold.
 
         They are the scores over each client's out-of-fold predictions, and over the predictions of all clients. If the
-        predictions stay at the nodes, they are means over the folds.
+        predictions stay on the nodes, the scores are means over the folds.
         """
         run, columns, rounds = self.settings.run, recorder.columns, summary["rounds"]
         if run.secure_aggregation:
@@ -212,7 +212,7 @@ def _client_means(rounds: Mapping[Path, int], columns: Sequence[str]) -> dict[in
     rounds : mapping of Path to int
         The last round of each fold, keyed by the fold's folder.
     columns : sequence of str
-        The columns of ``clients.csv`` with the scores. A fold without a score is skipped.
+        The columns of ``clients.csv`` that contain the scores. A fold without a score is skipped.
     """
     folds: dict[int, list[dict[str, str]]] = {}
     for folder, last in rounds.items():
@@ -235,7 +235,7 @@ def _weighted_mean(scores: Sequence[tuple[float, int]]) -> float:
 
 
 def _means_of_sums(folds: Iterable[Mapping[str, Any]], summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the mean of each score over the folds, weighted by the test samples, if the server knows only sums.
+    """Return each score's mean over the folds, weighted by their test samples, for a server that knows only sums.
 
     For accuracy, log loss and MAE, this is the score over all samples.
     """

@@ -45,7 +45,7 @@ class WaveGrid(PosyGrid):
     """A grid with at most one message in transit to each node.
 
     A node may host several clients (``flwr run`` simulates two nodes by default). Each message reads and writes the
-    node's state, so a node gets one message at a time.
+    node's state, so a node receives one message at a time.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -54,7 +54,7 @@ class WaveGrid(PosyGrid):
         self.gone: set[int] = set()
         """Nodes that left before they answered. The :class:`~posy.server_app.nodes.NodeRegistry` clears the set."""
         self.counts: Counter[str] = Counter()
-        """Number of resent messages (``sent-again``) and of ``late-replies``. The recorder resets both counts."""
+        """Numbers of resent messages (``sent-again``) and of ``late-replies``. The recorder resets both counts."""
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Send the messages in waves, each with at most one message to a node, and return all replies.

@@ -105,7 +105,7 @@ class InProcessGrid(PosyGrid):
 
 
 def _failure(message: Message, error: Exception) -> Message:
-    """Return an error reply for a client's failure, or raise the error if it is a mistake in the method's code."""
+    """Return an error reply for a client's failure, or raise the error if it is a bug in the method's code."""
     if isinstance(error, MethodError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     if not is_failure(error):

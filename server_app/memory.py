@@ -21,7 +21,7 @@ class Memory:
     _measured: float = -math.inf
 
     def peak(self, at_most_old: float) -> dict[str, int]:
-        """Return :func:`peak_memory`, or its last result if that is not older than ``at_most_old`` seconds."""
+        """Return the result of :func:`peak_memory`, or a cached result less than ``at_most_old`` seconds old."""
         if (now := time.monotonic()) - self._measured >= at_most_old:
             self._peaks, self._measured = peak_memory(self.device), now
         return self._peaks

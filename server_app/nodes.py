@@ -30,7 +30,7 @@ MAX_EXCLUDED = 200
 
 @dataclass
 class Node:
-    """A connected node, its open query, and its latest reply."""
+    """A connected node, its pending query, and its latest reply."""
 
     number: int
     """Flower's id of the node, which may change when the node restarts."""
@@ -39,9 +39,9 @@ class Node:
     claimed_name: str = ""
     """The registered name, or else the name in the node config; empty until the node answers."""
     question: str = ""
-    """Id of the open query, or an empty string."""
+    """Id of the pending query, or an empty string."""
     asked_at: float = 0.0
-    """Time at which the open query was first sent, on the monotonic clock."""
+    """Time at which the pending query was first sent, on the monotonic clock."""
     ask_at: float = 0.0
     """Time at which the next query is due, on the monotonic clock."""
     patience: float = field(default_factory=lambda: ASK_SECONDS)
@@ -122,7 +122,7 @@ class NodeRegistry:
         return due_nodes
 
     def ask_again(self) -> None:
-        """Let :meth:`poll` query all nodes again except the excluded ones, even if their replies are in transit."""
+        """Have :meth:`poll` query all nodes again except the excluded ones, even if their replies are in transit."""
         self._nodes = {number: node for number, node in self._nodes.items() if node.reasons}
 
     def exclude(self, node: Node, reason: str) -> None:
@@ -154,7 +154,9 @@ class NodeRegistry:
         """Read a node's reply, and exclude the node if it cannot take part."""
         node.question, node.ask_at = "", math.inf
         if reply.has_error() and reply.error.code in LOST:
-            log(INFO, "%s disconnected before it could answer; the server asks it again if it returns", node.title)
+            log(
+                INFO, "%s disconnected before it could answer; the server will query it again if it returns", node.title
+            )
             del self._nodes[node.number]
         elif reply.has_error():
             # A node with a warm worker puts the error's type before the message, as in "DataError: message".

@@ -13,7 +13,7 @@ from posy.strategies.score_sums import spreads
 from posy.strategies.settings import Settings
 
 _DIVERGED = re.compile(r"NaN or Inf|diverged|loss is -?(nan|inf)")
-"""Pattern of the reasons for a dropped reply that indicate divergence."""
+"""Pattern that matches the reason for dropping a reply if the reason indicates divergence."""
 
 
 def check_outcome(totals: Totals, last: RoundRecord, settings: Settings, task: Task) -> None:

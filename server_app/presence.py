@@ -50,8 +50,8 @@ class Presence:
     def wait_for_claims(self, *, describe: bool = False) -> None:
         """Wait until nodes claim enough clients: ``min-clients``, or all M clients if ``min-clients`` is 0.
 
-        Once there are enough clients, the server waits only for connected nodes that have not answered. They have
-        :data:`SILENT_SECONDS`, or :data:`~posy.server_app.nodes.ASK_SECONDS` if they must ``describe`` their data.
+        Once there are enough clients, the server waits only for connected nodes that have not answered. It waits for
+        :data:`SILENT_SECONDS`, or :data:`~posy.server_app.nodes.ASK_SECONDS` if nodes must ``describe`` their data.
         ``join-timeout`` counts from the start of the run, but a connected node has at least ``ASK_SECONDS`` to answer.
 
         Raises

@@ -1,4 +1,4 @@
-"""Keep a run's privacy ledger, which records the noise added in each training, and computes the (ε, δ) spent."""
+"""Keep a run's privacy ledger, which records the noise added in each training round, and compute the (ε, δ) spent."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence

@@ -83,7 +83,7 @@ class Progress:
         row : mapping
             The round's row in ``rounds.jsonl``.
         clients : int
-            Number of clients that a round can evaluate. If a metric covers fewer, their number is shown next to it.
+            Number of clients that a round can evaluate. If a metric covers fewer, it is shown with the number covered.
         """
         missing = len(row["missing"])
         self._dropped += len(row["dropped"])

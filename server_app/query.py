@@ -144,7 +144,7 @@ def name_in(answer: Mapping[str, Any], registered: str) -> str:
         raise BadReplyError(f"its node config names it {claimed!r:.99}, but its key is registered as {registered!r}")
     name = registered or claimed
     if len(name) > MAX_NAME or not name.isprintable():
-        raise BadReplyError(f"its name is not a line of at most {MAX_NAME} characters")
+        raise BadReplyError(f"its name is not a single line of at most {MAX_NAME} characters")
     return name
 
 

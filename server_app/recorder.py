@@ -258,7 +258,7 @@ class Recorder:
         self.strategy.end_after(server_round)
         self.checkpoints.last_round = server_round
         self.status.note(rounds=server_round)
-        log(INFO, "patience ended: round %s is the last one", server_round)
+        log(INFO, "patience has run out: round %s is the last one", server_round)
 
     def _system_accuracy_of(self, server_round: int) -> float | None:
         """Return the system accuracy after a round, or None if it is unavailable or outside the final average."""

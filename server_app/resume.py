@@ -146,7 +146,7 @@ def _written(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def _records(run: Path, reasons: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the round and record of each usable checkpoint, newest first; add the problems of others to ``reasons``."""
+    """Yield the round and record of each usable checkpoint, newest first; add the others' problems to ``reasons``."""
     for number in reversed(checkpoint_rounds(run)):
         file = run / "checkpoints" / f"round-{number}" / PROGRESS
         try:

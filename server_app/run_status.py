@@ -46,7 +46,7 @@ class _Work:
 
 
 class RunStatus:
-    """The progress of a run and its nodes, and problems so far. Without a ``path``, no file is written."""
+    """The progress of a run and its nodes, and the problems so far. Without a ``path``, no file is written."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path

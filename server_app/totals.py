@@ -25,7 +25,7 @@ class Totals:
     """Whether any client's training has been accepted."""
     asked: int = 0
     evaluated: int = 0
-    """Number of evaluations that the server has requested, and number that it has accepted."""
+    """Numbers of evaluations that the server has requested and accepted."""
     worst_loss: float = 0.0
     """Highest mean training loss in any round."""
     bytes_up: int = 0
@@ -35,7 +35,7 @@ class Totals:
     dropped: Counter[str] = field(default_factory=Counter)
     """Number of dropped replies, keyed by reason."""
     delivery: Counter[str] = field(default_factory=Counter)
-    """Number of resent messages, and number of late replies."""
+    """Numbers of resent messages and late replies."""
     clipped: Counter[int] = field(default_factory=Counter)
     discarded: Counter[int] = field(default_factory=Counter)
     down_weighted: Counter[int] = field(default_factory=Counter)
@@ -50,7 +50,7 @@ class Totals:
     metrics: dict[str, Any] = field(default_factory=dict)
     """The round of the last evaluation that reported all metrics, and the spreads of these metrics, keyed by column."""
     patience_ended: int = 0
-    """The round after which ``patience`` ended, so that the next round is the last one; 0 if it has not ended."""
+    """The round after which ``patience`` ran out, so that the next round is the last one; 0 if it has not run out."""
     system: list[tuple[int, float]] = field(default_factory=list)
     """System accuracy, as pairs of round and value, for the rounds in which it was computed."""
     clients: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -140,7 +140,7 @@ class Totals:
         """Return the entry for the summary if ``patience`` has ended the run."""
         if not self.patience_ended:
             return {}
-        reason = f"no better {metric.title} of the {point} models on the validation splits"
+        reason = f"no improvement in the {metric.title} of the {point} models on the validation splits"
         return {"stopped-early": {"after": self.patience_ended, "patience": patience, "reason": reason}}
 
     def summary(self, metric: Metric, average_rounds: int = 0) -> dict[str, Any]:

@@ -383,12 +383,12 @@ def test_a_stopped_run_with_folds_resumes(heart: dict[str, object], monkeypatch:
 
 
 def test_folds_on_nodes_give_means_of_each_client(heart: dict[str, object], tmp_path: Path) -> None:
-    """The predictions stay at the nodes, but a mean of accuracies is the accuracy over all of a client's samples."""
+    """The predictions stay on the nodes, but a mean of accuracies is the accuracy over all of a client's samples."""
     config = {key.replace("_", "-"): value for key, value in heart.items() if key != "save_predictions"}
     nodes = NodeGrid(*({"partition-id": client, "num-partitions": 2} for client in range(2)))
     summary = run(nodes, config).summary
     whole = posy.run(**{**heart, "run_name": "whole"})
-    assert "pooled" not in summary and "stay at the nodes" in summary["fold-scores"]
+    assert "pooled" not in summary and "stay on the nodes" in summary["fold-scores"]
     assert "fold-scores" not in whole.summary
     rows = pd.read_csv(tmp_path / "runs/cv/clients.csv").set_index("partition")
     expected = whole.clients.set_index("partition")

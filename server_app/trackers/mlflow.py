@@ -17,7 +17,7 @@ STATES = {"completed": "FINISHED", "stopped": "KILLED"}
 
 
 class MLflow:
-    """Writes to ``MLFLOW_TRACKING_URI``, by default to files that `mlflow ui` shows in the same folder."""
+    """Writes to ``MLFLOW_TRACKING_URI``, by default to files that `mlflow ui` shows if it runs in the same folder."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._run = run
