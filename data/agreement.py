@@ -59,8 +59,8 @@ class Description:
 
     ``kind`` and ``columns`` are as in :class:`posy.data.dataset.Content`. ``mean`` and ``squares``, float64 ``(F,)``,
     are empty if the samples are neither features nor time series, or if the settings specify the mean and the standard
-    deviation. ``value_mean`` and ``value_squares``, float64 ``(C,)``, are empty unless the task is a regression, and
-    the settings lack its mean or standard deviation.
+    deviation. ``value_mean`` and ``value_squares``, float64 ``(C,)``, are empty unless the task is a regression whose
+    mean or standard deviation is unset.
     """
 
     kind: str
@@ -393,7 +393,7 @@ def with_encoder(
     Parameters
     ----------
     settings : DataSettings
-        The settings, with the agreed columns of categories.
+        The settings, with the agreed categorical columns.
     columns : sequence of str
         The names of the columns.
     facts : sequence of TableFacts
@@ -413,7 +413,7 @@ def with_encoder(
 
 
 def _unlike_columns(sites: Sequence[tuple[str, Description]], columns: Sequence[str]) -> list[str]:
-    """Return the warnings of :func:`unlike_features` for columns of numbers at sites with enough values."""
+    """Return the warnings of :func:`unlike_features` for the numeric columns of sites with enough values."""
     warnings = []
     for number, column in enumerate(columns):
         measured = []
@@ -462,7 +462,7 @@ def _agreed_form(sites: "_Sites", settings: DataSettings) -> tuple[str, str]:
 def with_statistics(settings: DataSettings, descriptions: Sequence[Description] | Sequence[Pooled]) -> DataSettings:
     """Return the settings with the mean and standard deviation of each feature over all samples, unless already set.
 
-    A constant feature gets a standard deviation of 1.
+    The standard deviation of a constant feature is set to 1.
     """
     if not descriptions:
         return settings
@@ -485,7 +485,7 @@ def statistics_count(settings: DataSettings) -> int:
 
 
 def _value_moments(settings: DataSettings, descriptions: Sequence[Description]) -> list[Pooled]:
-    """Return the moments of the values at each site that describes all of them, in the run's order."""
+    """Return the moments of the values, in the run's order, for each site that describes all values."""
     names, pools = names_in("classes", settings.classes), []
     for d in descriptions:
         site_names = d.classes or names  # a site that receives the names describes its values in the order of the names

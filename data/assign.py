@@ -17,7 +17,7 @@ from posy.settings import SettingsError
 
 Parts = list[np.ndarray]
 
-_FEW = 10  # minimum number of samples that each client of a Dirichlet partition should get
+_FEW = 10  # minimum number of samples that each client of a Dirichlet partition should have
 _DRAWS_FEW, _DRAWS = 4, 1500  # maximum number of partitioners: with _FEW samples, and in total; each makes _TRIES draws
 _TRIES = 11
 _HOPELESS = 1e-3
@@ -31,7 +31,7 @@ def dirichlet(dataset: Dataset, settings: DataSettings, rng: np.random.Generator
 
     The function repeats the draw until each client has at least 10 samples, or fewer if the data set is small. If this
     fails, it repeats the draw until each client has at least 2. ``dirichlet_balanced`` selects the rule of PFLlib and
-    FedLab: a client that already has 1/M of all samples gets no samples of later classes.
+    FedLab: a client that already has 1/M of all samples receives no samples of later classes.
     """
     clients = settings.num_clients
     least = min(2, len(dataset) // clients)
@@ -58,14 +58,14 @@ def _check_hope(dataset: Dataset, settings: DataSettings, least: int) -> None:
     share = share_below(np.bincount(dataset.y), settings, least)
     if share == 1 or _DRAWS * _TRIES * math.exp(clients * math.log1p(-share)) < _HOPELESS:
         raise SettingsError(
-            f"dirichlet-alpha = {settings.dirichlet_alpha:g} with num-clients = {clients}: a draw gives about "
-            f"{max(1, round(share * clients))} clients fewer than {least} of the {len(dataset)} samples of "
+            f"dirichlet-alpha = {settings.dirichlet_alpha:g} with num-clients = {clients}: a draw leaves about "
+            f"{max(1, round(share * clients))} clients with fewer than {least} of the {len(dataset)} samples of "
             f"{dataset.name}; raise dirichlet-alpha or lower num-clients"
         )
 
 
 def share_below(counts: np.ndarray, settings: DataSettings, least: int) -> float:
-    """Estimate the share of clients that get fewer than ``least`` samples in a draw.
+    """Estimate the share of clients that receive fewer than ``least`` samples in a draw.
 
     If the clients were independent, a draw would succeed with probability (1 - share)^M. This is an upper bound,
     because the clients' sizes have a fixed sum and are therefore negatively associated.
@@ -111,8 +111,8 @@ def pathological(dataset: Dataset, settings: DataSettings, rng: np.random.Genera
     """Give each client S classes in uneven shares, as PFLlib does.
 
     Each class in turn goes to the first M S / C clients that have fewer than S classes, so consecutive clients have the
-    same classes. Each client of a class gets a random 10 to 100 % of an even share, except the last one, which gets the
-    remainder. If M S is less than C, the last C - M S classes are not used.
+    same classes. Each client of a class receives a random 10 to 100 % of an even share, except the last client, which
+    receives the remainder. If M S is less than C, the last C - M S classes are not used.
     """
     clients, per_client, num_classes = settings.num_clients, settings.classes_per_client, dataset.task.num_classes
     open_slots = np.full(clients, per_client)
@@ -122,9 +122,9 @@ def pathological(dataset: Dataset, settings: DataSettings, rng: np.random.Genera
         class_clients = np.flatnonzero(open_slots)[: -(-clients * per_client // num_classes)]
         if not 0 < len(class_clients) <= len(samples):
             raise SettingsError(
-                f"classes-per-client = {per_client} with num-clients = {clients} gives the {len(samples)} samples of "
-                f"class {dataset.task.class_names[label]} of {dataset.name} to {len(class_clients)} clients; each "
-                "class needs at least one client, and each client needs a sample; choose num-clients and "
+                f"classes-per-client = {per_client} with num-clients = {clients} divides the {len(samples)} samples "
+                f"of class {dataset.task.class_names[label]} in {dataset.name} among {len(class_clients)} clients; "
+                "each class needs at least one client, and each client needs a sample; choose num-clients and "
                 f"classes-per-client so that their product is a multiple of the {num_classes} classes"
             )
         even_share = len(samples) / len(class_clients)

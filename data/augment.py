@@ -27,7 +27,7 @@ def check_augment(augment: str, transforms: str, kind: str, shape: tuple[int, ..
     Parameters
     ----------
     augment, transforms : str
-        The settings of these names.
+        The settings with these names.
     kind : str
         The kind of the samples.
     shape : tuple of int

@@ -43,8 +43,8 @@ class CentralTest(NamedTuple):
 def central_test(settings: DataSettings, dataset: Dataset | None, seed: int) -> CentralTest | None:
     """Return the central test set that the settings name, or None without one.
 
-    The samples receive the preprocessing of the clients' samples, with the classes, the encoder and the scale of the
-    run. A covariate shift (``shift``) does not apply to them.
+    The samples are preprocessed like the clients' samples, with the classes, the encoder and the scale of the run. A
+    covariate shift (``shift``) does not apply to them.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ def central_test(settings: DataSettings, dataset: Dataset | None, seed: int) -> 
 
 
 def agreed_preprocessing(settings: DataSettings) -> Preprocessing:
-    """Return the preprocessing of samples for a run over sites, from settings that contain the agreed task."""
+    """Return the preprocessing of a run over sites, derived from settings that contain the agreed task."""
     task, kind = task_of(settings), settings.sample_kind
     if task.kind in STANDARDISED:
         mean, std = statistics_in(settings, task.input_shape[-1])

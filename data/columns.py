@@ -37,7 +37,7 @@ class Columns:
     target: str = CLASSES
     """The target in :mod:`posy.metrics`."""
     more_labels: tuple[str, ...] = ()
-    """Further columns of labels or values after ``label``; empty for classes."""
+    """Further label or value columns after ``label``; empty for classes."""
     kind: str = "auto"
     """The setting ``sample-kind``."""
 
@@ -82,9 +82,9 @@ class Roles:
     inputs: tuple[int, ...]
     group: int | None
     split: int | None
-    is_text: bool  # whether the only input is a column of texts, even if every text is a number
+    is_text: bool  # whether the only input is a text column, even if every text is a number
     notes: tuple[str, ...]
-    more_labels: tuple[int, ...] = ()  # further columns of labels or values; empty for classes
+    more_labels: tuple[int, ...] = ()  # further label or value columns; empty for classes
     rule: LabelRule | None = None
     """The rule that derives the classes from the label column, if the setting `label-column` is a comparison."""
 
@@ -157,7 +157,7 @@ def _roles(header: Sequence[str], columns: Columns, where: str, coded: Sequence[
 
 
 def _check_categories(header: Sequence[str], columns: Columns, assigned: Roles, where: str) -> None:
-    """Raise :class:`DataError` if a column of categories is not an input column."""
+    """Raise :class:`DataError` if a categorical column is not an input column."""
     inputs = {header[index] for index in assigned.inputs}
     if other := [name for name in columns.categories if name not in inputs]:
         raise DataError(

@@ -33,8 +33,8 @@ class Dataset:
     or ``(N, T, F)`` time series, float32, or float64 if float32 would change a value; ``(N, L)`` int64 tokens; or
     ``(N,)`` texts, which :func:`fitted` turns into tokens. A client subtracts ``mean`` and divides by ``std``. For
     images, both contain one float32 per channel, which applies to pixels/255 if the pixels are uint8. For features and
-    time series, both contain one float64 per feature or channel. They are 0 and 1 if values need no normalisation, and
-    before :func:`fitted`.
+    time series, both contain one float64 per feature or channel. Before :func:`fitted`, and for values that need no
+    normalisation, they are 0 and 1.
     """
 
     name: str  # name or path of the data
@@ -46,7 +46,7 @@ class Dataset:
     groups: np.ndarray | None = None  # (N,) int64 natural group of each sample: writer, user, medical centre
     group_names: tuple[str, ...] = ()  # indexed by group number; empty if the groups have no names
     split_groups: np.ndarray | None = (
-        None  # (N,) int64 group, such as a patient; a client's samples of one group are in one split
+        None  # (N,) int64 group, such as a patient; a client's samples of one group stay in the same split
     )
     is_test: np.ndarray | None = None  # (N,) bool: whether a sample belongs to the supplied test set, if any
     given: Indices | None = None  # set if the data is already partitioned
@@ -141,8 +141,8 @@ def make_dataset(
 ) -> Dataset:
     """Build a :class:`Dataset` from its samples, its labels and the parts of its :class:`Task`.
 
-    uint8 pixels are scaled to [-1, 1], so that learning curves are comparable with PFLlib's. Other pixels and tokens do
-    not change. ``scale`` is the mean and the standard deviation of the features; without it, :func:`fitted` computes
+    uint8 pixels are scaled to [-1, 1], so that learning curves are comparable with PFLlib's. Other pixels and tokens
+    are unchanged. ``scale`` is the mean and the standard deviation of the features; without it, :func:`fitted` computes
     them. ``text_length`` is the number of tokens per text after :func:`fitted`. ``sample_kind`` is as in
     :class:`Content`. ``target`` contains the fields of :class:`Task` from ``target`` onwards. ``attributes`` are passed
     to :class:`Dataset`.
@@ -240,7 +240,7 @@ def _client_scale(dataset: Dataset, rows: np.ndarray, protocol: str) -> tuple[np
 
 
 def _encoded(dataset: Dataset, rows: np.ndarray, *, imputes: bool, min_rows: int) -> Dataset:
-    """Return a data set encoded with an encoder that is derived from some rows of its table."""
+    """Return the data set, encoded with an encoder derived from some rows of its table."""
     facts, mean, squares = table_facts(dataset.x, dataset.categories, rows, min_rows)
     total = Moments(len(rows), np.array(facts.present), mean, squares)
     encoder = make_encoder(dataset.columns, [facts], total, imputes=imputes)

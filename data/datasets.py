@@ -132,7 +132,7 @@ def _check_unused(dataset: Dataset, settings: DataSettings) -> None:
             raise SettingsError(f"{key} = {value!r} has no effect: {name} {reason}; remove {key}")
     parsed = [column for column, names in zip(dataset.columns, dataset.categories, strict=False) if names is not None]
     if unused := [column for column in columns.categories if column not in parsed]:
-        raise SettingsError(f"categories = {unused[0]!r}: {name} has no such column of categories; correct categories")
+        raise SettingsError(f"categories = {unused[0]!r}: {name} has no such categorical column; correct categories")
 
 
 def _check_resized(dataset: Dataset, settings: DataSettings) -> None:

@@ -26,7 +26,7 @@ NO_ENCODER = "none"
 NUMBER, CATEGORY, EMPTY = "number", "category", ""
 """The kinds of columns. A column without values is empty."""
 Categories = tuple[tuple[str, ...] | None, ...]
-"""The names of the categories in each column, or None for a column of numbers. Empty if all columns are numbers."""
+"""The names of the categories in each column, or None for a numeric column. Empty if all columns are numeric."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class EncodedColumn:
     """The encoding of one column. A column without ``mean`` and ``categories`` is not used."""
 
     name: str
-    mean: float | None = None  # of a column of numbers
+    mean: float | None = None  # of a numeric column
     imputes: bool = False  # whether the mean replaces missing values
     categories: tuple[str, ...] = ()
     missing: bool = False  # whether an indicator column marks missing values
@@ -100,7 +100,7 @@ class Encoder:
 
     @property
     def categorical(self) -> tuple[str, ...]:
-        """The names of the columns of categories."""
+        """The names of the categorical columns."""
         return tuple(column.name for column in self.columns if column.mean is None and _is_used(column))
 
     def encode(self, x: np.ndarray, categories: Categories, where: str) -> np.ndarray:
@@ -119,7 +119,7 @@ class Encoder:
         Raises
         ------
         DataError
-            If a column of numbers contains categories, or missing values that the run does not impute.
+            If a numeric column contains categories, or missing values that the run does not impute.
         """
         parts: list[np.ndarray] = []
         for number, column in enumerate(self.columns):

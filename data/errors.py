@@ -46,7 +46,7 @@ class DataError(ValueError):
         self.code, self.column, self.count = code, column, count
 
     def shared(self, min_rows: int) -> str:
-        """Return the message for other machines, in which a count below ``min_rows`` is not exact."""
+        """Return the message for other machines, which does not reveal an exact count below ``min_rows``."""
         column = f", column {self.column}" if self.column else ""
         counted = str(self.count) if self.count >= min_rows else f"below {min_rows}"
         count = f", count {counted}" if self.count else ""

@@ -25,7 +25,7 @@ _ABSENT = frozenset({"nan", "na", "n/a", "none", "null", "missing", "?"})
 
 @dataclass(frozen=True)
 class LabelRule:
-    """A rule that derives two classes from a column of numbers: 1 if the comparison is true, else 0."""
+    """A rule that derives two classes from a numeric column: 1 if the comparison is true, else 0."""
 
     column: str
     sign: str  # >, >=, <, <=, == or !=

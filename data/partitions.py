@@ -85,7 +85,7 @@ def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
     its partition.
 
     If the data comes with a test set that ``test_set`` does not pool, Posy assigns only the training samples. Each
-    client then gets its share of the test set (see :func:`share_test_set`), or, with ``natural``, its group's test
+    client then receives its share of the test set (see :func:`share_test_set`), or, with ``natural``, its group's test
     samples. Otherwise, ``test_fraction`` of each client's samples are set aside for tests. A ``central`` test set
     belongs to no client.
 
@@ -315,11 +315,11 @@ def _with_test_set(
 
 
 def share_test_set(counts: np.ndarray, available: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return the number of test samples that each client gets from a test set, per class, ``(M, C)`` int64.
+    """Return the number of test samples that each client receives per class, ``(M, C)`` int64.
 
     Each class is divided in proportion to the clients' training samples of that class, so that each client is tested on
     the class proportions that it trains on. Each sample is assigned to one client. Samples left over after rounding
-    down go to the clients with the largest remainders, with ties broken at random. A client that would get no test
+    down go to the clients with the largest remainders, with ties broken at random. A client that would receive no test
     sample takes a sample of its most frequent class from the client with the most test samples of this class.
 
     Parameters
@@ -369,8 +369,8 @@ def _divided(
 def _equal(dataset: Dataset, settings: DataSettings, rng: np.random.Generator, *, tested: bool = True) -> Indices:
     """Give each client the same number of samples, divided evenly among its S classes (PPFE, appendix A.2).
 
-    Each client gets ``samples_per_client`` training samples. If ``tested``, it also gets test samples from the same
-    pool and classes, which make up ``test_fraction`` of all its samples. Each client takes the S classes that the
+    Each client receives ``samples_per_client`` training samples. If ``tested``, it also receives test samples from the
+    same pool and classes, which make up ``test_fraction`` of all its samples. Each client takes the S classes that the
     fewest clients have so far, with ties broken at random. With ``partition = "iid"``, all samples count as one class.
     """
     by_class = settings.partition == "classes"

@@ -18,7 +18,7 @@ class Policy:
     """The rules of a site. An error names the violated rule by its key in the file."""
 
     columns: str = setting(
-        "", "columns that a run may use as inputs, separated by commas, or a JSON list; empty: all columns"
+        "", "comma-separated or JSON list of the columns that a run may use as inputs; empty: all columns"
     )
     label: str = setting(
         "",
@@ -37,13 +37,13 @@ class Policy:
     )
     stratify: bool = setting(
         True,
-        "test and validation splits with the class proportions of the site; a class with a single row is used for "
+        "keep the site's class proportions in its test and validation splits; a class with a single row is used for "
         "training",
     )
     split_column: str = setting(
         "",
         "column that identifies the patient, or another unit with several rows: its rows are in the same split, and no "
-        "run may use the column; `.npz`: an array, folders of images: a column of `metadata.csv`",
+        "run may use the column; `.npz`: an array; folders of images: a column of `metadata.csv`",
     )
     folds: int = setting(
         0,
@@ -58,12 +58,11 @@ class Policy:
         above=0,
         maximum=0.5,
     )
-    methods: str = setting("", "methods that a run may use, separated by commas; empty: all methods of Posy")
+    methods: str = setting("", "comma-separated list of the methods that a run may use; empty: all methods of Posy")
     code: str = setting(
         "installed",
         "code that the node runs; `installed`: the version of Posy on this node; `signed`: also an app that "
-        "the trusted entities "
-        "of the node have signed (`posy supernode --trusted-entities`); `any`: the app of every run",
+        "the node's trusted entities have signed (`posy supernode --trusted-entities`); `any`: the app of every run",
         choices=("installed", "signed", "any"),
     )
     weights: str = setting(
@@ -98,8 +97,9 @@ class Policy:
     )
     share_settings: bool = setting(
         True,
-        "send the `local-epochs`, `local-steps`, `batch-size` and `lr` in the node config to the server, which records "
-        "them; false: the server learns only which of them it does not allow, or that the site has its own",
+        "send the node config's `local-epochs`, `local-steps`, `batch-size` and `lr` to the server, which records "
+        "them; false: the server learns only that the site has its own values, or which of the keys the run does not "
+        "allow",
     )
     epsilon: float = setting(
         0.0,

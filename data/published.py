@@ -50,8 +50,8 @@ class Published:
     torchvision: tuple[str, str] | None = None  # class in torchvision.datasets, and its download folder
     reader: str = "read_torchvision"  # function in posy.data.readers.published
     has_test_set: bool = True  # whether any form of the data set includes a test set
-    clients: int = 0  # number of natural groups, which are the clients by default; 0: it has no clients
-    categories: str = ""  # columns of categories that are written as numbers
+    clients: int = 0  # number of natural groups, which are the clients by default; 0: no natural groups
+    categories: str = ""  # categorical columns whose values are numbers
     features: bool = False  # whether its samples are rows of features
     target: str = CLASSES  # a target in posy.metrics
     where: str = ""  # files needed in the data directory; empty: an .npz file or torchvision's folder
@@ -145,13 +145,13 @@ DATASETS = {
         where="tiny-imagenet-200/train/<wnid>/images/ and val/ with val_annotations.txt, or tiny-imagenet.npz",
     ),
     "agnews": Published(
-        "127,600 news texts, 4 classes, 100 words each",
+        "127,600 news texts (the first 100 words of each), 4 classes",
         words=100,
         reader="read_agnews",
         where="agnews/train.csv and agnews/test.csv, or agnews.csv (class 1-4, title, description)",
     ),
     "sent140": Published(
-        "tweets, 2 classes, 64 words each; groups: users with 8 or more test samples",
+        "tweets (the first 64 words of each), 2 classes; groups: users with 8 or more test samples",
         words=64,
         reader="read_sent140",
         has_test_set=False,

@@ -58,15 +58,15 @@ class DataSettings:
     label_column: str = setting(
         "",
         "tables: name of the column that contains the classes, or a rule such as `num > 0` for the classes 1 and 0; "
-        "with `task` multi-label or regression, the names of one or several columns, separated by commas, or a JSON "
-        "list; empty: `label`, else the last column",
+        "with `task` multi-label or regression, a comma-separated or JSON list of one or more columns; empty: `label`, "
+        "else the last column",
         synonyms=("target-column",),
         samples="table",
     )
     input_columns: str = setting(
         "",
-        "tables: names of the columns that contain the samples, separated by commas, or a JSON list: one column of "
-        "images or texts, or the feature columns; empty: `text`, else the only image column, else all other columns",
+        "tables: comma-separated or JSON list of the columns that contain the samples: one column of images or texts, "
+        "or the feature columns; empty: `text`, else the only image column, else all other columns",
         synonyms=("feature-columns", "text-column", "image-column"),
         samples="table",
     )
@@ -117,7 +117,7 @@ class DataSettings:
     )
     partition: str = setting(
         "dirichlet",
-        "assignment of samples to clients; `natural`: each client gets one of the M largest groups; `given`: the "
+        "assignment of samples to clients; `natural`: each client receives one of the M largest groups; `given`: the "
         "partition of a PFLlib directory; without classes, the default is `iid`",
         choices=("dirichlet", "iid", "classes", "pathological", "shards", "natural", "file", "given"),
         needs="dataset != sites",
@@ -134,7 +134,7 @@ class DataSettings:
     )
     dirichlet_balanced: bool = setting(
         False,
-        "`dirichlet`: a client that already has 1/M of all samples gets no samples of later classes",
+        "`dirichlet`: a client that already has 1/M of all samples receives no samples of later classes",
         needs="partition = dirichlet and dataset != sites",
     )
     classes_per_client: int = setting(
@@ -185,8 +185,8 @@ class DataSettings:
     )
     central_test_data: str = setting(
         "",
-        "central test set: a file or folder at the server, in a format of the clients' data, on which the server "
-        "scores the models that it has; if the file comes with a test set, only this test set is used",
+        "central test set: a file or folder at the server, in any format that the clients' data may have; the server "
+        "scores its models on this data; if the file comes with a test set, only this test set is used",
         place=True,
         resumable=True,
         synonyms=("test-data", "global-test-data", "central-test-set", "server-test-data"),
@@ -202,8 +202,8 @@ class DataSettings:
     )
     stratify: bool = setting(
         True,
-        "test and validation splits with the class proportions of the client; a class with a single sample is used for "
-        "training; sites use the rule in their policy",
+        "keep each client's class proportions in its test and validation splits; a class with a single sample is used "
+        "for training; sites use the rule in their policy",
         needs="dataset != sites and partition != given or dataset != sites and validation-fraction > 0",
         earlier=False,
         synonyms=("stratified",),
@@ -211,7 +211,7 @@ class DataSettings:
     folds: int = setting(
         0,
         "number of folds of cross-validation: each client's samples are divided into folds, and each fold is the test "
-        "split of one training; at sites, the policy must allow them; 0: one test split",
+        "split of one training run; at sites, the policy must allow them; 0: one test split",
         needs="partition != given",
         minimum=0,
         maximum=1000,
@@ -250,7 +250,7 @@ class DataSettings:
     )
     scaling: str = setting(
         "auto",
-        "mean and standard deviation that standardise features: over the training samples of all clients "
+        "training samples whose mean and standard deviation standardise features: the samples of all clients "
         "(`federation`), or of each `client`; `auto`: federation, or as in the protocol",
         choices=("auto", "federation", "client"),
         needs="dataset != sites",
@@ -308,14 +308,14 @@ class DataSettings:
     )
     classes: str = setting(
         "",
-        "sites: names of the classes, labels or values, separated by commas, or a JSON list; empty: the names at all "
+        "sites: comma-separated or JSON list of the names of the classes, labels or values; empty: the names at all "
         "sites, sorted",
         needs="dataset = sites",
     )
     vocabulary: int = setting(
         20_000,
-        "number of words that get their own token, most frequent first; sites: size of the vocabulary that words are "
-        "hashed into",
+        "number of most frequent words that have their own token; sites: size of the vocabulary that words are hashed "
+        "into",
         minimum=3,
         maximum=10_000_000,
         samples="text",
@@ -344,7 +344,7 @@ class DataSettings:
     )
     feature_names: str = setting(
         "",
-        "sites: names of the features in order, separated by commas, or a JSON list; empty: the sites' column names",
+        "sites: comma-separated or JSON list of the feature names in order; empty: the sites' column names",
         needs="dataset = sites",
     )
     encoder: str = setting(
@@ -417,7 +417,7 @@ def located(settings: DataSettings) -> DataSettings:
 
 
 def _with_clients(settings: DataSettings, published: Published) -> DataSettings:
-    """Return the settings for a published data set, which may define the clients and the columns of categories."""
+    """Return the settings for a published data set, which may define the clients and the categorical columns."""
     if not published.clients:
         return settings
     is_flamby, is_default = settings.protocol == FLAMBY, settings.partition in (DataSettings.partition, "natural")

@@ -58,7 +58,7 @@ def read_site(path: Path, settings: DataSettings, policy: Policy, skip_unreadabl
         raise DataError(f"{path}: this file or directory does not exist (data in the node config)", "no-data")
     if policy.split_column and "split-column" not in named_columns(path):
         raise DataError(
-            f"{path}: data of this form does not identify patients; remove split-column = {policy.split_column!r} "
+            f"{path}: data in this format does not identify patients; remove split-column = {policy.split_column!r} "
             "from the policy"
         )
     size, mode = None, None

@@ -63,9 +63,9 @@ def split(parts: Sequence[np.ndarray], fraction: float, rng: np.random.Generator
     """Return the (remaining, set-aside) indices of each client, with a random ``fraction`` of its samples set aside.
 
     Given labels, the function sets aside groups of each class in proportion to the size of the class (Sainte-Laguë's
-    method). It sets aside at least one group per class if the fraction is large enough. The only group of a class is
-    set aside only if the other classes have too few groups. Given groups, the share of samples that is set aside only
-    approximates ``fraction``.
+    method). It sets aside at least one group per class if the fraction is large enough. If a class has a single
+    group, the function sets it aside only if the other classes have too few groups. Given groups, the share of samples
+    that is set aside only approximates ``fraction``.
 
     If a client has two or more groups, neither part is empty.
     """

@@ -13,7 +13,7 @@ PADDING, UNKNOWN = 0, 1
 MAX_WORDS = 20_000
 MAX_LENGTH = 200
 _UNCHECKED = 1 << 26
-"""Size of the tokens in bytes up to which Posy skips the check of free memory."""
+"""Posy checks the free memory only for tokens that occupy more bytes than this."""
 _WORD = re.compile(r"\w+(?:'\w+)?")
 
 

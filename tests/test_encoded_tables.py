@@ -231,7 +231,7 @@ def test_constant_and_identifying_columns_are_reported(tmp_path: Path) -> None:
     rows = "".join(f"p{i},{1000 + 7 * i},5,{i % 7},{'xyz'[i % 3]},{i % 2}\n" for i in range(80))
     data, _ = load(write(tmp_path / "t.csv", "patient,number,unit,dose,kind,label\n" + rows))
     notes = " ".join(data.notes)
-    assert "one value in all rows: unit" in notes
+    assert "columns with the same value in all rows: unit" in notes
     assert "may be identifiers, because few of their values repeat: patient, number" in notes
     assert "not used: patient" in notes
     assert data.columns == ("number", "unit", "dose", "kind=x", "kind=y", "kind=z")

@@ -409,7 +409,7 @@ def test_suspicious_tables_get_notes(tmp_path, warnings):
         "no column is named label",
         "column 1 has no name",
         "nearly equal names: X, x",
-        "columns with one value in all rows: , X, x",
+        "columns with the same value in all rows: , X, x",
         "missing value is a separate class: nan",
         "'Cat' and 'cat' are separate classes",
     )

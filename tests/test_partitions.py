@@ -201,7 +201,7 @@ def test_pathological_clients_share_their_classes_unevenly():
 
 
 def test_a_class_without_clients_is_an_error():
-    with pytest.raises(SettingsError, match="60 samples of class 4 of made to 0 clients"):
+    with pytest.raises(SettingsError, match="60 samples of class 4 in made among 0 clients"):
         partition(dataset(60, 5), settings(num_clients=6, partition="pathological", classes_per_client=2), 0)
 
 

@@ -277,7 +277,7 @@ def _targets(
 
 
 def _numbers(rows: _Rows, names: Sequence[str]) -> np.ndarray:
-    """Return the numbers ``(N, K)`` in columns of labels or values."""
+    """Return the numbers ``(N, K)`` in the label or value columns."""
     if other := [name for name in names if not _is_number(_column(rows, name).type)]:
         raise DataError(
             f"{rows.where}: column {other[0]} of type {_column(rows, other[0]).type}; labels of a multi-label task "
@@ -311,7 +311,7 @@ def _decoded(rows: _Rows, name: str) -> Any:
 
 
 def _is_mixed(rows: _Rows, inputs: Sequence[str], columns: Columns) -> bool:
-    """Return whether the inputs are columns of numbers and strings that contain categories or missing values.
+    """Return whether the inputs are numeric and string columns that contain categories or missing values.
 
     Raise :class:`DataError` if there are several inputs, and one of them is of another type.
     """
@@ -329,7 +329,7 @@ def _is_mixed(rows: _Rows, inputs: Sequence[str], columns: Columns) -> bool:
 
 
 def _table(rows: _Rows, inputs: Sequence[str], columns: Columns) -> tuple[np.ndarray, Categories]:
-    """Return columns of numbers and strings as :func:`posy.data.readers.cells.parse_columns` does."""
+    """Return numeric and string columns as :func:`posy.data.readers.cells.parse_columns` does."""
     x = np.empty((len(rows.table), len(inputs)))
     categories: list[tuple[str, ...] | None] = []
     for number, name in enumerate(inputs):
@@ -351,10 +351,10 @@ def _table(rows: _Rows, inputs: Sequence[str], columns: Columns) -> tuple[np.nda
 
 
 def _mixed_cells(rows: _Rows, name: str, cells: Sequence[str]) -> DataError:
-    """Return the error for a column of strings that contains some numbers."""
+    """Return the error for a string column that contains some numbers."""
     row = next(row for row, cell in enumerate(cells) if not is_missing(cell) and number_in(cell) is None)
     return DataError(
-        f"{rows.at(row, name)}: {cells[row]!r} in a column with numbers; correct it, or name a column of categories in "
+        f"{rows.at(row, name)}: {cells[row]!r} in a column with numbers; correct it, or list categorical columns in "
         "categories",
         "not-a-number",
         name,

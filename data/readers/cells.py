@@ -139,7 +139,7 @@ def column_notes(x: np.ndarray, categories: Categories, names: Sequence[str]) ->
     if gaps:
         notes.append(Note(f"missing values per column, which are imputed: {_listed(gaps)}", ""))
     if constant:
-        notes.append(Note(f"columns with one value in all rows: {_listed(constant)}", ""))
+        notes.append(Note(f"columns with the same value in all rows: {_listed(constant)}", ""))
     if identifiers:
         notes.append(
             Note(f"columns that may be identifiers, because few of their values repeat: {_listed(identifiers)}")

@@ -73,7 +73,7 @@ def labelled_images(root: Path) -> tuple[list[Path], np.ndarray, np.ndarray | No
 
     The function skips hidden folders, and files that are not images. It returns the N files, the names of their class
     folders ``(N,)``, and whether each file is in the test folder, ``(N,)`` bool. If there is no test folder, a
-    validation folder is used instead. If there is neither, the last value is ``None``.
+    validation folder is used instead. Without either folder, the last value is ``None``.
     """
     folders, tests = _folders(root), frozenset[str]()
     if folders and (splits := {folder.name.lower() for folder in folders}) <= _SPLITS:

@@ -83,7 +83,7 @@ HOSPITALS = {"cleveland": "Cleveland", "hungarian": "Hungary", "switzerland": "S
 _LABEL = LabelRule("num", ">", 0)
 _DROPPED = ("slope", "ca", "thal", "num")
 _CATEGORIES = {"cp": ("2", "3", "4"), "restecg": ("1", "2")}
-"""Columns of categories, with all categories but the first."""
+"""Categorical columns, with all categories except the first."""
 _POSITIVE = ("trestbps", "chol")
 """Columns in which the tables write 0 for a missing value: blood pressure and cholesterol."""
 _CLASSES = ("no disease", "disease")
@@ -233,7 +233,7 @@ def read_femnist(name: str, data_dir: Path, settings: DataSettings) -> Content:
     files = {folder: sorted(folder.glob("*.json")) for folder in folders}
     if len({folder.name for folder, paths in files.items() if paths}) < 2:
         absent = [folder / "*.json" for folder, paths in files.items() if not paths]
-        remedy = "put the .json files of LEAF's preprocessing there, for train and for test"
+        remedy = "put the train and test .json files of LEAF's preprocessing there"
         raise _missing(name, data_dir, absent, remedy)
     images, labels, writers, is_test = [], [], [], []
     for path in itertools.chain(*files.values()):

@@ -94,7 +94,7 @@ class _Csv:
 
     @property
     def targets(self) -> tuple[int, ...]:
-        """The columns of labels or values, which contain numbers; empty for classes."""
+        """The label or value columns, which contain numbers; empty for classes."""
         return () if self.columns.target == CLASSES else self.assigned.labels
 
     def numbers(self, numeric: Sequence[int]) -> np.ndarray | None:
@@ -184,9 +184,9 @@ class _Csv:
         if is_category:
             return None
         return DataError(
-            f"{where}: {cell!r}; only finite numbers in the range of float32 are allowed (list a column of "
-            "categories in "
-            "categories; name a column of texts text, or list it as the only column in input-columns)",
+            f"{where}: {cell!r}; only finite numbers in the range of float32 are allowed (list "
+            "categorical columns in categories; name a text column `text`, or list it as the only column in "
+            "input-columns)",
             "not-a-number",
             name,
         )
