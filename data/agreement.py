@@ -234,8 +234,8 @@ def columns_in(settings: DataSettings, width: int) -> tuple[str, ...]:
     if encoder := encoder_in(settings.encoder):
         if names not in ((), encoder.inputs) or len(encoder.names) != width:
             raise SettingsError(
-                f"encoder: it encodes {', '.join(encoder.inputs)[:200]} as {len(encoder.names)} features, unlike "
-                "feature-names or input-shape; set encoder to the value in the settings of an earlier run"
+                f"encoder: it encodes {', '.join(encoder.inputs)[:200]} as {len(encoder.names)} features, which "
+                "contradicts feature-names or input-shape; set encoder to the value in the settings of an earlier run"
             )
         return encoder.inputs
     if len(names) not in (0, width):
