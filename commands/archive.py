@@ -106,7 +106,7 @@ def write(path: Path, line: Mapping[str, Any]) -> None:
 
 def store(folder: Path, cells: Iterable[Place]) -> None:
     """Write an archive of cells whose runs have finished, in the order of the cells."""
-    content = gzip.compress(b"".join(map(_line, cells)), mtime=0)  # no timestamp: the same cells give the same bytes
+    content = gzip.compress(b"".join(map(_line, cells)), mtime=0)  # no timestamp: equal cells produce equal bytes
     replace(folder / FILE, lambda temporary: temporary.write_bytes(content))
 
 

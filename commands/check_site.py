@@ -1,4 +1,4 @@
-"""`posy check-site`: check a site's data before a run, in the same way as the node does."""
+"""`posy check-site`: load and check a site's data before a run, in the same way as the node would."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -52,7 +52,7 @@ class Report:
     facts: dict[str, str]
     """Facts, keyed by name. Posy does not print facts that are empty strings."""
     classes: dict[str, tuple[int, int]]
-    """Number of training samples and of test samples at the site, keyed by class."""
+    """Numbers of training samples and test samples at the site, keyed by class."""
     features: list[tuple[str, str, str, str]]
     """Unusual features: name or number of the column, smallest value, largest value, and reason."""
     statistics: list[tuple[str, str, str]]

@@ -32,7 +32,7 @@ from posy.strategies.registry import declared, groups, merge_experiment, parse_w
 from posy.yaml12 import dump
 
 UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
-"""click's ``UsageError``, or the ``UsageError`` of the copy of click that newer versions of Typer include."""
+"""click's ``UsageError``, or the ``UsageError`` of the copy of click that newer versions of Typer bundle."""
 USAGE_ERROR = 2
 """Exit status for an invalid command or setting."""
 
@@ -238,7 +238,7 @@ def paper(
     from posy.commands.papers.run import list_papers, run_part, show_paper  # noqa: PLC0415 - imports pandas
 
     if seeds and not part:
-        raise SettingsError(f"--seeds {seeds} needs the name of a table or figure, or `all`")
+        raise SettingsError(f"--seeds {seeds} requires the name of a table or figure, or `all`")
     if not name:
         return list_papers()
     if not part:
@@ -265,7 +265,8 @@ def predict(
     point: Annotated[
         str,
         typer.Option(
-            metavar="served|local", help="Model before or after local training; the default depends on the method."
+            metavar="served|local",
+            help="Use the model before or after local training; the default depends on the method.",
         ),
     ] = "",
     as_json: Json = False,
@@ -371,7 +372,7 @@ def settings(method: Annotated[str, typer.Argument(metavar="[METHOD]")] = "") ->
 
 
 def _not_a_method(word: str) -> str:
-    """Return the error message for a word that is not a method, with similar methods as suggestions."""
+    """Return the error message for a word that is not a method, suggesting similar methods."""
     if word in declared():
         return f"{word} {set_in(COMMAND_LINE)} is a setting, not a method; `posy settings` lists all settings"
     similar = suggestions(word, METHODS, cutoff=0.5)
@@ -404,10 +405,10 @@ def datasets() -> int:
 def check_site(words: Annotated[list[str], typer.Argument(metavar="key=value...")]) -> int:
     """Check a site's data before any run.
 
-    Posy loads the data as the site's node does in a run with dataset=sites. It shows the kind, shape, classes and split
-    of the data. It also shows warnings and unreadable files. It sends nothing over the network. Pass the node config
-    (data, policy, name, skip-unreadable, and settings of local training that the site chooses) and, if you know them,
-    the run's settings as key=value arguments.
+    Posy loads the data as the site's node would in a run with dataset=sites. It shows the kind, shape, classes and
+    split of the data. It also lists warnings and unreadable files. It sends nothing over the network. Pass the node
+    config (data, policy, name, skip-unreadable, and local-training settings that the site chooses) and, if you know
+    them, the run's settings as key=value arguments.
     """
     from posy.client_app.node_config import NODE_WORDS, check_node_config  # noqa: PLC0415
     from posy.commands import check_site as site  # noqa: PLC0415 - imports PyTorch

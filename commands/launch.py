@@ -34,7 +34,7 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Connection:
-    """Address of a SuperLink, and the CA certificate that verifies it."""
+    """Address of a SuperLink, and the CA certificate for verifying the SuperLink."""
 
     address: str
     root_certificates: Path | None = None
@@ -49,7 +49,7 @@ class Connection:
 def run_in_process(settings: Mapping[str, Any], where: str) -> int:
     """Run all clients and the server in this process, show the progress, and return the exit status.
 
-    ``where`` names the source of the settings in messages.
+    ``where`` is the name that messages use for the source of the settings.
 
     Raises
     ------

@@ -79,7 +79,7 @@ def run_on_worker(config: Mapping[str, Scalar], digest: str) -> tuple[int, str, 
         process = start_run(cell)
         try:
             status = process.wait()
-        finally:  # for example when the user interrupts the table
+        finally:  # for example when the user interrupts `posy table`
             stop([process])
         return status, cell.log.read_text(encoding="utf-8", errors="replace"), pack_files(cell.path)
 

@@ -88,14 +88,14 @@ def route(run: str, files: Sequence[str], picture: Path | None = None, *, as_jso
             (name, _shares(row), a.prediction.label, _shares(a.prediction.probabilities))
             for (name, a), row in zip(pairs, shares, strict=True)
         ]
-        print_table("each input is routed to the client from which it most probably comes", columns, rows)
+        print_table("each input is routed to the client it most likely comes from", columns, rows)
     else:
         votes = [(name, a.prediction.label, _shares(a.prediction.probabilities)) for name, a in pairs]
         print_table("majority vote of the clients' local models", ("input", "class", "votes"), votes)
 
 
 def _warn(model: ClientModel, names: Sequence[str], samples: Sequence[Any]) -> None:
-    """Warn about values far outside the range of the training samples, which may be in a different unit."""
+    """Warn about values far outside the range of the training samples, because their unit may be different."""
     unusual = model.unusual(samples)
     for number, feature, distance in unusual[:MOST_WARNED]:
         print(

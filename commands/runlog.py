@@ -46,7 +46,7 @@ class RunLog:
         self.rounds = 0
         """Number of the last finished round in the log; 0 before the first round ends and after the last round ends."""
         self.reason = ""
-        """Reason for the failure of the run, if the log has an error message for the user; otherwise empty."""
+        """Reason for the run's failure, if the log contains an error message for the user; otherwise empty."""
         self._verbose = verbose
         self._printing = True
         self._error: list[str] = []

@@ -208,7 +208,7 @@ class Running(Protocol):
 
 
 Start = Callable[[Cell], Running]
-"""Type of a function that starts the run of a cell."""
+"""Type of a function that starts a cell's run."""
 
 
 def run_table(plan: Plan, *, jobs: int, only_print: bool = False, begin: Start | None = None) -> int:
@@ -258,7 +258,7 @@ def run_table(plan: Plan, *, jobs: int, only_print: bool = False, begin: Start |
 
 
 def fill(plan: Plan, *, jobs: int, begin: Start | None = None) -> dict[str, str]:
-    """Run the missing cells of a table and add them to its archive; return the reasons for failures by cell name.
+    """Run the missing cells of a table and add them to its archive; return the reasons for failures, keyed by cell.
 
     Raises
     ------
@@ -315,7 +315,7 @@ def read_plan(file: Path, overrides: Mapping[str, Scalar] | None = None, output:
     """
     if not file.is_file():
         raise SettingsError(
-            f"the table {file} does not exist; name a YAML file, such as benchmarks/tables/compare-digits.yaml"
+            f"the table {file} does not exist; pass a YAML file, such as benchmarks/tables/compare-digits.yaml"
         )
     return plan_of(read_yaml(file), file, overrides or {}, output)
 
@@ -381,12 +381,12 @@ def plan_of(
     effects.check(() if strict else overrides)
     if foreign := [key for key in sorted(overrides) if owner(key) not in (None, *methods)]:
         source = set_in(typed.get(foreign[0], str(file)))
-        raise SettingsError(f"{foreign[0]} {source} is a setting of {owner(foreign[0])}, which no row of {file} runs")
+        raise SettingsError(f"{foreign[0]} {source} is a setting of {owner(foreign[0])}, which no row of {file} uses")
     return Plan(content.get("title", file.stem), folder, tuple(cells), content, overrides=command_line)
 
 
 def _folds(config: Mapping[str, Any]) -> Sequence[int]:
-    """Return the folds for which a row of a table is run: all of them, the chosen one, or 0 without folds."""
+    """Return the folds to run for a row of a table: all of them, the chosen one, or 0 without folds."""
     folds, fold = config.get("folds", 0), config.get("fold", 0)
     return range(1, folds + 1) if type(folds) is int and folds > 1 and not fold else [fold]
 
@@ -493,7 +493,7 @@ def plan_as_yaml(
 def run_cells(plan: Plan, jobs: int, begin: "Start | None" = None) -> dict[str, str]:
     """Run the unfinished cells, ``jobs`` at a time; return the reason for each failure, keyed by cell name.
 
-    Run all cells of one seed before the next seed, so that an interrupted table has complete seeds.
+    Run all cells of one seed before those of the next seed, so that an interrupted table contains complete seeds.
     """
     seed_order = {seed: index for index, seed in enumerate(dict.fromkeys(cell.seed for cell in plan.cells))}
     unfinished = (cell for cell in plan.cells if cell.summary(*ENDED) is None)
@@ -549,7 +549,7 @@ def _keep(plan: Plan, cell: Cell) -> None:
 
 
 def stop(processes: Collection[Running]) -> None:
-    """Stop running cells and wait until they have ended."""
+    """Stop all cells in ``processes``, and wait until they have ended."""
     for process in processes:
         process.terminate()
     for process in processes:
@@ -646,7 +646,7 @@ def as_words(settings: Mapping[str, Scalar]) -> str:
 
 
 def _named(entries: Sequence[Any], key: str, file: Path) -> dict[str, dict[str, Any]]:
-    """Return the settings of rows or variants by name."""
+    """Return the settings of rows or variants, keyed by name."""
     named: dict[str, dict[str, Any]] = {}
     allowed = ", ".join(f"`{part}`" for part in ENTRIES[key])
     for number, entry in enumerate(entries, 1):
@@ -676,7 +676,7 @@ def _named(entries: Sequence[Any], key: str, file: Path) -> dict[str, dict[str, 
 
 
 def start(cell: Cell, jobs: int = 1) -> WarmProcess:
-    """Start the run of a cell as `posy run FILE` does, with 1 / ``jobs`` of the cores."""
+    """Start a cell's run as `posy run FILE` does, on 1 / ``jobs`` of the cores."""
     return WarmProcess(run_file, str(prepared(cell)), log=cell.log, cores=max(1, cores() // jobs))
 
 
@@ -734,7 +734,7 @@ def _figures(cell: Cell, summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _std(values: "pd.Series[float]") -> float:
-    """Return the sample standard deviation of the values other than NaN, without the rounding errors of pandas."""
+    """Return the sample standard deviation, ignoring NaN values and avoiding the rounding errors of pandas."""
     return statistics.stdev(numbers) if len(numbers := values.dropna()) > 1 else float("nan")
 
 

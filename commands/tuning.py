@@ -75,7 +75,7 @@ def tune(plan: Plan, *, trials: int, jobs: int) -> dict[str, Any]:
     plan : Plan
         The table. All trials use its first seed and, with folds, its first fold.
     trials : int
-        Trials per row and variant. The first trial uses the table's settings if they are in the search range.
+        Trials per row and variant. The first trial uses the table's settings if they are within the search range.
     jobs : int
         Number of parallel runs.
 
@@ -100,7 +100,7 @@ def tune(plan: Plan, *, trials: int, jobs: int) -> dict[str, Any]:
 
 
 def fraction_of(plan: Plan) -> float:
-    """Return the fraction of samples for validation, which must be the same in all rows."""
+    """Return the fraction of samples held out for validation, which must be the same in all rows."""
     fractions = {float(cell.config.get("validation-fraction", 0) or FRACTION) for cell in plan.cells}
     if len(fractions) > 1:
         raise SettingsError(

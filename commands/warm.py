@@ -23,7 +23,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 class WarmProcess:
-    """A process that calls a function, writes its output to the file ``log``, and exits with the function's result.
+    """A process that calls a function, writes the output to the file ``log``, and exits with the function's result.
 
     The process uses at most ``cores`` cores. The function must be at the top level of a module, and its arguments
     must be picklable.
@@ -37,7 +37,7 @@ class WarmProcess:
             self._process.start()
 
     def poll(self) -> int | None:
-        """Return the exit status, which is negative after a signal, or None if the process is still running."""
+        """Return the exit status, negative if a signal killed the process, or None if the process is still running."""
         return self._process.exitcode
 
     def terminate(self) -> None:

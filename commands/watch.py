@@ -14,7 +14,7 @@ from posy.storage import is_locked
 from posy.strategies.run_settings import RunSettings
 
 LOOK_SECONDS = 0.5
-"""Seconds between two reads of the files."""
+"""Seconds between reads of the files."""
 
 
 def directory_of(word: str) -> Path:

@@ -33,8 +33,8 @@ class Apps:
     def load(self, bundle: Bundle, rule: str) -> ClientAppCallable:
         """Return the node's own ClientApp, or install a new bundle and return the bundle's ClientApp.
 
-        :func:`posy.deploy.foreign.check_code` chooses between them by the node's ``code`` rule. The method raises the
-        errors of :func:`check_code`, :func:`check_signatures` and :func:`install_whole`.
+        :func:`posy.deploy.foreign.check_code` chooses between them according to the node's ``code`` rule. The method
+        raises the errors of :func:`check_code`, :func:`check_signatures` and :func:`install_whole`.
         """
         if self._app is None or self._hash != bundle.hash:
             self._app = None

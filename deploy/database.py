@@ -24,7 +24,7 @@ TROUBLE_SECONDS = 1.0
 """If writes fail for more than this many seconds, heartbeats may be missing. A node pauses for up to 20 s after failed
 calls, so even a short failure can use up the 30 s within which the node must send a heartbeat."""
 RUN_SECONDS, NODE_SECONDS = 60.0, 30.0
-"""Seconds until the extended deadlines of runs and of nodes expire. They are twice the heartbeat intervals."""
+"""Seconds until the extended deadlines of runs and nodes expire. They are twice the heartbeat intervals."""
 START_SECONDS = 300.0
 """Seconds that the process of a ServerApp may take before its first report."""
 
@@ -62,9 +62,8 @@ class Turns:
 
     Deadlines are unreliable after the SuperLink starts, after a clock change, and after failed writes. Before the next
     statement that compares deadlines, this class therefore extends the deadlines of all live nodes and live runs.
-    Flower
-    detects a dead node or run once its extended deadline has passed. If the extension fails, the call fails, and its
-    caller retries it.
+    Flower detects a dead node or run once its extended deadline has passed. If the extension fails, the call fails, and
+    the caller retries it.
     """
 
     def __init__(self) -> None:
@@ -83,7 +82,7 @@ class Turns:
             event.listen(engine.pool if isinstance(engine, Engine) else Pool, name, self._after)
 
     def give_time_to_start(self, token: str) -> None:
-        """Let the process of the task with this token take :data:`START_SECONDS` to start; Flower allows only 30 s."""
+        """Allow the process of the task with this token :data:`START_SECONDS` to start; Flower allows only 30 s."""
         if self._engine is not None:
             with self._engine.begin() as connection:
                 connection.exec_driver_sql(_EXTEND_TASK, (_text_of(time.time() + START_SECONDS), token))

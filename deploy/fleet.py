@@ -39,7 +39,8 @@ HEARTBEAT_SECONDS = 15
 for a new connection. With Flower's default of 30 s, this would take a minute."""
 HEARTBEAT_TIMEOUT = 5.0
 ACTIVATION_SECONDS = 2 * HEARTBEAT_SECONDS + 5.0
-"""Seconds for which the node retries with a refused key. After this time, its earlier connection counts as offline."""
+"""Seconds for which the node retries with a refused key. After this time, the node's earlier connection counts as
+offline."""
 CALL_SECONDS = 300.0
 """Timeout of a call in seconds. Without a timeout, both sides might not notice a dead connection."""
 PATIENCE_SECONDS = 60.0
@@ -179,7 +180,7 @@ class Fleet:
                 if not answer.object_found or time.monotonic() >= end:
                     break
                 time.sleep(pause)
-            raise PartError("its parts did not reach the node")
+            raise PartError("some of its parts did not reach the node")
 
         numbers = list(dict.fromkeys(numbers_in(tree)))
         objects = dict(zip(numbers, _side_by_side(pull_object, numbers), strict=True))
@@ -300,7 +301,7 @@ def current_time() -> datetime:
 
 
 def public_pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """Return a private key's public key in the format that nodes send (PEM)."""
+    """Return the public key for a private key, in the format that nodes send (PEM)."""
     return key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
 

@@ -47,13 +47,13 @@ class Call(NamedTuple):
 
 @cache
 def fleet_call(name: str) -> Call:
-    """Return a call of the API for nodes, by name."""
+    """Return the call ``name`` in the API for nodes."""
     return _call(FLEET, name)
 
 
 @cache
 def control_call(name: str) -> Call:
-    """Return a call of the API for registering nodes and submitting runs, by name."""
+    """Return the call ``name`` in the API for registering nodes and submitting runs."""
     return _call(CONTROL, name)
 
 
@@ -65,7 +65,7 @@ def _call(service: Any, name: str) -> Call:
 
 @cache
 def app_call(name: str) -> Call:
-    """Return a call that a ServerApp makes over HTTP about its messages, by name.
+    """Return the call ``name`` that a ServerApp makes over HTTP about its messages.
 
     The requests have the same fields and field numbers as a node's requests. With two exceptions, so do the responses.
     """
@@ -115,7 +115,7 @@ def unpack(number: str, objects: Mapping[str, bytes]) -> Message:
 
 
 def message_of(envelope: Any) -> Message:
-    """Return a message with an envelope's metadata, and with the envelope's error, if any, or else empty content."""
+    """Return a message with an envelope's metadata and error, or with empty content if there is no error."""
     copy = type(envelope)()
     copy.CopyFrom(envelope)
     copy.metadata.message_id = ""

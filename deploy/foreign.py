@@ -21,7 +21,7 @@ _DATA = (".yaml", ".yml", ".md", ".txt")
 
 
 class ForeignCodeError(PermissionError):
-    """A run brings code that this node refuses. The message of this error names only files of the run."""
+    """A run contains code that this node refuses. The message of this error names only files of the run."""
 
     shareable = True
 
@@ -51,7 +51,7 @@ def check_code(content: bytes, rule: str, *, signed: bool = False) -> bool:
     if rule == "installed" and files:
         raise ForeignCodeError(
             f"this node runs only its installed Posy (rule code of its policy, or --refuse-foreign-code), but the run "
-            f"brings {names}"
+            f"contains {names}"
         )
     if rule == "signed" and not signed:
         raise ForeignCodeError(
@@ -59,7 +59,7 @@ def check_code(content: bytes, rule: str, *, signed: bool = False) -> bool:
             "start the node with --trusted-entities"
         )
     if files:
-        _LOG.warning("this run brings code that differs from the installed Posy: %s", names)
+        _LOG.warning("this run contains code that differs from the installed Posy: %s", names)
     return rule == "installed"
 
 
@@ -103,7 +103,10 @@ def _is_data(name: str) -> bool:
 
 
 def _installed(name: str) -> bytes | None:
-    """Return the content of the installed file with a bundle's file name; a wheel has all files in the package posy."""
+    """Return the content of the installed file that corresponds to a bundle's file.
+
+    A wheel contains all files in the package posy.
+    """
     for path in (_HERE / name, _HERE / name.removeprefix("posy/")):
         if path.is_file():
             return path.read_bytes()

@@ -86,7 +86,7 @@ class Family:
     serve_worker: Callable[[socket.socket], None]
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     stopped: float = 0.0
-    """Monotonic time at which the nodes were first asked to stop; 0 if they were not asked."""
+    """Monotonic time at which the nodes were first asked to stop; 0 if they have not been asked."""
 
     def keep(self) -> int:
         """Fork the nodes, serve them until all have exited, and return the exit status."""
@@ -239,7 +239,7 @@ class Family:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit at once without cleaning up the loaded modules, which would be slow and sometimes hangs."""
+    """Exit at once, without cleaning up the loaded modules: cleanup is slow and sometimes hangs."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

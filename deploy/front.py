@@ -75,7 +75,8 @@ class Runs:
             if not isinstance(code := getattr(error, "code", None), int):
                 raise
             self._seen.pop(run_id, None)
-            return code != RUN_ENDED  # with any other code, the node was unregistered in the meantime
+            # Any other code means that the node has been unregistered in the meantime.
+            return code != RUN_ENDED
         if changes == self._changes:  # otherwise the response may be older than the change
             self._seen[run_id] = time.monotonic()
         return True
@@ -87,7 +88,7 @@ class Runs:
 
 
 class NodeCalls(grpc.ServerInterceptor):  # type: ignore[misc]
-    """Serves nodes' calls about messages, after Flower has checked the node's key."""
+    """Serves nodes' calls about messages, after Flower has checked the nodes' keys."""
 
     def __init__(self, queue: MessageQueue, runs: Runs) -> None:
         self._queue, self._runs = queue, runs
@@ -154,7 +155,7 @@ class NodeCalls(grpc.ServerInterceptor):  # type: ignore[misc]
 class AskAgain(grpc.ServerInterceptor):  # type: ignore[misc]
     """Answers a node's failed call with UNAVAILABLE if it may succeed later, so that the node retries it.
 
-    A call may also fail because a clock was set, so that the SuperLink rejects the call's timestamp. Flower's response
+    A call may also fail because the SuperLink rejects its timestamp after a clock change. Flower's response
     would make the node terminate. Except for a node's first call, the interceptor therefore answers UNAVAILABLE.
     """
 

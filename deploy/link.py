@@ -38,7 +38,8 @@ def main() -> None:
     else:
         log(
             WARNING,
-            "posy: Flower is %s instead of %s, so the SuperLink runs without Posy's changes and is slower",
+            "posy: the version of Flower is %s instead of %s, so the SuperLink runs without Posy's changes and is "
+            "slower",
             flwr.__version__,
             FLOWER,
         )

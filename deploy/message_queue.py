@@ -5,7 +5,7 @@ of the time of a short round. :class:`MessageQueue` keeps the messages and their
 lost when the SuperLink terminates, and the ServerApp then sends them again. Runs, nodes and code stay in the database.
 
 The queue delivers a message or reply only when all its objects have arrived. Otherwise, the receiver would wait for the
-missing objects, and a waiting ServerApp would not request other replies. A receiver confirms a message when it has all
+missing objects, and a waiting ServerApp would not request other replies. A receiver confirms a message once it has all
 objects of the message. If it requests messages again before it has confirmed a message, the queue redelivers that
 message.
 """
@@ -91,7 +91,7 @@ class Presence:
         """Time at which each node was last known to be alive, and the node's heartbeat interval."""
 
     def alive(self, node: int, interval: float | None = None) -> None:
-        """Record that a node is alive and, if it is known, the node's heartbeat interval."""
+        """Record that a node is alive and, if known, the node's heartbeat interval."""
         self._seen[node] = time.monotonic(), interval or self._seen.get(node, (0.0, DEFAULT_INTERVAL))[1]
 
     def leave(self, node: int) -> None:
@@ -112,7 +112,7 @@ class Depot:
         self._uses: Counter[tuple[int, str]] = Counter()
         """Number of parcels that each object belongs to."""
         self._lacking: dict[tuple[int, str], list[Parcel]] = defaultdict(list)
-        """The parcels from which each object is missing."""
+        """The parcels that lack each missing object."""
 
     def __len__(self) -> int:
         return len(self._objects)
@@ -195,7 +195,7 @@ class MessageQueue:
         self._is_active = is_active
         self._changed = threading.Condition()
         self._arrivals = {True: 0, False: 0}
-        """Number of complete replies (True) and of complete messages (False) so far."""
+        """Numbers of complete replies (True) and complete messages (False) so far."""
         self._depot = Depot()
         self._parcels: dict[str, Parcel] = {}
         self._answered: dict[str, Parcel] = {}
@@ -297,7 +297,7 @@ class MessageQueue:
     def replies(self, run_id: int, numbers: Iterable[str]) -> list[Parcel]:
         """Return the replies to a run's messages; if none has arrived, wait for up to :data:`HOLD_SECONDS`.
 
-        A message that can no longer receive a reply gets an error as its reply.
+        If a message can no longer receive a reply, the method returns an error as its reply.
         """
         request = list(numbers)
 

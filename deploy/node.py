@@ -96,7 +96,7 @@ class Waits:
 
 
 def pause(waited: float, expected: float) -> float:
-    """Return how many seconds a node waits before its next request, ``waited`` seconds after its last message.
+    """Return the pause in seconds before a node's next request, ``waited`` seconds after the node's last message.
 
     ``expected`` is the expected number of seconds between messages.
     """

@@ -1,7 +1,7 @@
 """The secret that a process must know to take tasks from a SuperLink or a stock node.
 
 Every user of a machine can reach its loopback addresses. Without a secret, such a user could take a task, and thus read
-the message, the node config and the model in it. Flower uses the secret to verify the signature of each request.
+the node config and the message, including the model. Flower uses the secret to verify the signature of each request.
 """
 
 import os

@@ -89,7 +89,7 @@ class _Reaper:
         self._process = subprocess.Popen(program, stdin=subprocess.PIPE, start_new_session=True, text=True)
 
     def add(self, group: int) -> None:
-        """Let the reaper kill a process group when this process has exited."""
+        """Have the reaper kill a process group when this process has exited."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # the reaper was killed
             print(group, file=self._process.stdin, flush=True)

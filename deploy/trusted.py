@@ -37,7 +37,7 @@ def read_entities(path: Path) -> dict[str, str]:
     entities = read_yaml(path)
     if not entities:
         raise SettingsError(
-            f"{path} ({OPTION}) does not name an entity; add a line `key id: ssh-ed25519 AAAA…` for each"
+            f"{path} ({OPTION}) does not name an entity; add a line `key id: ssh-ed25519 AAAA…` for each entity"
         )
     for name, text in entities.items():
         try:

@@ -114,10 +114,11 @@ def serve(task: Task, apps: Apps, last: LastAnswer, sessions: Sessions) -> None:
         record(message, context, outcome)
     except audit.AuditError as error:
         reply = error_reply(message, str(error))
-    sessions.take(context)  # before the reply leaves, so that a client remembers which shares it has revealed
+    sessions.take(context)  # before the reply is sent, so that a client remembers which shares it has revealed
     task.push(reply)
-    task.finish(context)  # also after an error, because the context records which shares the client may still reveal
-    last.keep(message, reply)  # only after the context with the client's state has reached the node
+    # The node needs the context even after an error: it records which shares the client may still reveal.
+    task.finish(context)
+    last.keep(message, reply)  # only after the node has received the context, which contains the client's state
 
 
 def _text_for_server(error: Exception, context: Context) -> str:

@@ -321,7 +321,7 @@ def test_seeds_without_a_table_are_an_error(
     words: list[str], paper_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["paper", *words, "--seeds", "5"]) == 2
-    assert "--seeds 5 needs the name of a table" in capsys.readouterr().err
+    assert "--seeds 5 requires the name of a table" in capsys.readouterr().err
     assert not Path("docs").exists()
 
 

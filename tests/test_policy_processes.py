@@ -63,13 +63,13 @@ def run_log(deployment: Deployment, name: str) -> str:
 
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "small-batch": (COLUMNS | {"batch_size": 1}, "site-0: .*, rule min-rows: batch-size = 1; .* 10 rows"),
-    "own-code": (COLUMNS | {"model": "nets:f"}, r"the run brings own/nets\.py"),
+    "own-code": (COLUMNS | {"model": "nets:f"}, r"the run contains own/nets\.py"),
     "label": (COLUMNS | {"classes": "x,y"}, r"\(other-classes"),
     "row": (COLUMNS | {"train_samples": 1, "seed": 5}, "train-samples = 1 .*has no effect"),
     "names": (COLUMNS | {"label_column": "name"}, "rule label: label-column = 'name'"),
     "extreme": (COLUMNS | {"feature_mean": 0, "feature_std": "1e-38"}, r"\(extreme-value"),
     "file": ({"dataset": "payroll.csv"}, "rule data: dataset = "),
-    "dot-file": (COLUMNS | {"model": ".py:f"}, r"the run brings own/\.py"),
+    "dot-file": (COLUMNS | {"model": ".py:f"}, r"the run contains own/\.py"),
 }
 """Settings that a site refuses, by name, with the pattern of the error."""
 TOGETHER = ("small-batch", "own-code", "label")
@@ -103,7 +103,7 @@ def test_refused_runs_read_no_records_and_run_no_code(
         assert not [cell for cell in [*cells, "'ill'", "0.csv", "1.csv"] if cell in run_log(deployment, name)]
     if together == TOGETHER:
         assert "rule min-rows: batch-size = 1" in deployment.log("site-0")
-        assert "the run brings own/nets.py" in " ".join(deployment.log("site-1").split())
+        assert "the run contains own/nets.py" in " ".join(deployment.log("site-1").split())
     assert not [path.name for path in folder.glob("ran-*") if path.name in ("ran-node", "ran-worker")]
 
 

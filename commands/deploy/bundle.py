@@ -24,8 +24,8 @@ def bundle(settings: Mapping[str, Scalar]) -> tuple[bytes, dict[str, Scalar]]:
     Raises
     ------
     LaunchError
-        If the app is missing, if it does not declare a setting (Flower would reject the run without giving a reason),
-        or if two files would have the same path in the bundle.
+        If the app is missing, if it does not declare one of the settings (Flower would reject the run without a
+        reason), or if two files would have the same path in the bundle.
     SettingsError
         If Posy cannot import one of the user's files on this machine.
     """

@@ -130,7 +130,7 @@ def renew(
 
 
 def read_certificates(path: Path) -> list[x509.Certificate]:
-    """Return the certificates of a file; raise :class:`SettingsError` for a file without certificates."""
+    """Return the certificates in a file; raise :class:`SettingsError` for a file without certificates."""
     with refused(f"{path} cannot be used as a certificate"):
         return x509.load_pem_x509_certificates(path.read_bytes())
 
@@ -194,7 +194,7 @@ def check_node_key(path: Path) -> None:
 
 @contextmanager
 def refused(problem: str, kinds: tuple[type[Exception], ...] = UNUSABLE) -> Iterator[None]:
-    """Convert errors when reading keys and certificates to a :class:`SettingsError` that begins with ``problem``."""
+    """Convert errors in reading keys and certificates into a :class:`SettingsError` that begins with ``problem``."""
     try:
         yield
     except SettingsError:

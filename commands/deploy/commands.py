@@ -64,10 +64,10 @@ def certificates(
 ) -> int:
     """Create certificates for a SuperLink and keys for its nodes.
 
-    Posy creates the files that are missing in DIR. Each NODE gets a private key (NODE.key, which must stay on the node)
-    and a public key (NODE.pub, for `posy register`). With --host or without a NODE, as on the server, Posy also creates
-    a certificate authority (ca.pem, ca.key) and the SuperLink's certificate (server.pem, server.key). Existing files
-    stay unchanged. --renew replaces files, and keeps the old files under names that contain the time.
+    Posy creates the files that are missing in DIR. For each NODE, Posy creates a private key (NODE.key, which must stay
+    on the node) and a public key (NODE.pub, for `posy register`). With --host or without a NODE, as on the server, Posy
+    also creates a certificate authority (ca.pem, ca.key) and the SuperLink's certificate (server.pem, server.key).
+    Existing files stay unchanged. --renew replaces files, and keeps the old files under names that contain the time.
     """
     from posy.commands.deploy import certificates as pki  # noqa: PLC0415 - few commands need it
 
@@ -114,7 +114,7 @@ def superlink(
         bool,
         typer.Option(
             "--control-open-to-network",
-            help="Let other machines connect to --control, and thus run code on every node.",
+            help="Allow other machines to connect to --control, and thus to run code on every node.",
         ),
     ] = False,
     stock: Annotated[
@@ -197,7 +197,7 @@ def register(
     The SuperLink admits only nodes with registered keys. Posy registers each key under the name of its file.
 
     To replace a node's key, run this command with --renew, start the node with the new key, and run the command again.
-    The first call registers the new key, and the old key stays valid. The second call revokes the old key.
+    The first command registers the new key, and the old key stays valid. The second command revokes the old key.
     """
     from posy.commands.deploy.certificates import public_pem  # noqa: PLC0415
     from posy.commands.deploy.control import control  # noqa: PLC0415 - imports Flower
@@ -245,7 +245,7 @@ def unregister(
 ) -> int:
     """Revoke the keys of nodes.
 
-    The SuperLink refuses a revoked key permanently. To admit the node again, create a new key and register it.
+    The SuperLink permanently refuses a revoked key. To admit the node again, create a new key and register it.
     """
     from posy.commands.deploy.control import control  # noqa: PLC0415
 
@@ -330,7 +330,7 @@ def doctor(
     fleet: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="On the server: the SuperLink's --fleet address.")
     ] = LOCAL_FLEET,
-    key: Annotated[Path | None, typer.Option(metavar="FILE", help="On a site: private key of its node.")] = None,
+    key: Annotated[Path | None, typer.Option(metavar="FILE", help="At a site: the private key of its node.")] = None,
     root_certificates: RootCertificates = None,
     insecure: Insecure = False,
 ) -> int:
@@ -373,7 +373,7 @@ def audit(
     since: Annotated[str, typer.Option(metavar="TIME", help="Print only the events since this time (UTC).")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per event.")] = False,
     anchor: Annotated[
-        bool, typer.Option("--anchor", help="Print only the number of events and the last hash, to store elsewhere.")
+        bool, typer.Option("--anchor", help="Print only the number of events and the last hash, for storage elsewhere.")
     ] = False,
     anchored: Annotated[
         str,

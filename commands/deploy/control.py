@@ -39,7 +39,7 @@ OUTAGE_SECONDS = 600.0
 CALL_SECONDS = 30.0
 """Timeout for a call in seconds."""
 LOOK_SECONDS = 1.0
-"""Seconds between two attempts to reach a SuperLink, or between two checks of a run that has not ended."""
+"""Seconds between attempts to reach a SuperLink, or between checks of a run that has not ended."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ SOON = datetime.timedelta(days=30)
 LITTLE_BYTES, LITTLE_SHARE = 1 << 30, 0.05
 """Posy warns if the free disk space is below one of these limits, in bytes and as a fraction of the disk."""
 AHEAD_SECONDS, BEHIND_SECONDS = 5.0, 305.0
-"""Largest lead and lag of a node's clock, in seconds, with which Flower accepts the node's signatures."""
+"""Largest lead and lag of a node's clock, in seconds, at which Flower still accepts the node's signatures."""
 REACH_SECONDS = 5.0
 """Timeout for a reply from the SuperLink, in seconds."""
 
@@ -125,7 +125,8 @@ def check_flower() -> Iterator[Finding]:
     elif LOWEST <= release <= HIGHEST:
         yield Finding(
             "warning",
-            f"flwr {installed} has no warm nodes, so Posy starts Flower's own, which are slower; use flwr {FLOWER}",
+            f"Posy has no warm nodes for flwr {installed}, so it starts Flower's own, which are slower; use flwr "
+            f"{FLOWER}",
         )
     else:
         remedy = f"pip install 'flwr>={FLOWER},<1.40'"
@@ -215,7 +216,7 @@ def check_mode(private: Path) -> Iterator[Finding]:
 
 
 def check_node_key(key: Path) -> Iterator[Finding]:
-    """Check a node's private key; if the same directory contains a public key, check that the two belong together."""
+    """Check a node's private key; if the same directory contains a public key, check that the two match."""
     public_half(key)
     yield Finding("ok", f"{key} is a private key")
     if (public := key.with_suffix(".pub")).exists():

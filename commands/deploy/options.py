@@ -71,8 +71,8 @@ def node_config(words: Sequence[str]) -> str:
 def node_configs(words: Sequence[str], names: Sequence[str]) -> list[list[str]]:
     """Return the node config of each node that a command starts, in the order of ``names``.
 
-    The node's name replaces ``{name}`` in a value. By default, n nodes without ``data`` get the partitions 0 to n - 1
-    of n. With ``partition-id``, they get consecutive partitions, starting with this id. Without a name, as with
+    The node's name replaces ``{name}`` in a value. By default, n nodes without ``data`` use the partitions 0 to n - 1
+    of n. With ``partition-id``, they use consecutive partitions, starting at this id. Without a name, as with
     --insecure, the command starts one node, and its config stays unchanged.
 
     Raises
@@ -112,7 +112,7 @@ def check_policy(node_config: Mapping[str, str], *, stock: bool, signed: bool) -
 
 
 def with_audit(words: Sequence[str], home: Path) -> list[str]:
-    """Add the path of an audit log in ``home`` to a node config that has data, but neither this path nor state-dir."""
+    """Add the path of an audit log in ``home`` to a node config that sets data, but neither audit nor state-dir."""
     keys = {word.partition("=")[0] for word in words}
     complete = keys & {AUDIT, "state-dir"} or "data" not in keys
     return [*words, *([] if complete else [f"{AUDIT}={home.absolute() / AUDIT_NAME}"])]

@@ -1,4 +1,4 @@
-"""`posy policy`: write a site's policy, explain it, and predict whether it refuses a run."""
+"""`posy policy`: write a site's policy, explain it, and predict whether it would refuse a run."""
 
 import textwrap
 from pathlib import Path
@@ -35,7 +35,7 @@ def check(
     file: Annotated[Path, typer.Argument(metavar="FILE")],
     settings: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...")] = None,
 ) -> int:
-    """Explain a policy, or predict which of its rules refuse a run.
+    """Explain a policy, or predict which of its rules would refuse a run.
 
     The key=value words are the settings of the run, as for `posy run`; experiment=FILE names a file of settings.
     Without settings, Posy explains the rules. The exit status is 1 if the policy refuses the run. The node checks the

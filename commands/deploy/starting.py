@@ -60,7 +60,7 @@ def has_warm_nodes() -> bool:
 
 def start_superlink(options: SuperLinkOptions) -> None:
     """Start a SuperLink and the process that runs ServerApps, and restart them if they die, until interrupted."""
-    cores()  # report an invalid limit on parallel runs now, and not only when a run starts
+    cores()  # report an invalid limit on parallel runs now, rather than when a run starts
     warm = has_warm_nodes()
     fleet = options.fleet or (shared.LOCAL_FLEET if options.insecure else shared.FLEET)
     listening = [("--control", options.control), *([("--fleet", fleet)] if warm else [])]

@@ -32,7 +32,7 @@ def show(runs: Sequence[Run], nodes: Sequence[Any], statuses: Mapping[str, Mappi
         common = (run.number, run.name, run.method, run.status, run.since, duration(run.seconds))
         rows.append((*common, round_text, *counts, waits))
     print_table("runs" if rows else "no run was submitted", RUN_COLUMNS, rows)
-    # Nodes that have never been online have no time.
+    # For nodes that have never been online, the time is empty.
     since = [{"online": n.last_activated_at, "offline": n.last_deactivated_at}.get(n.status, "") for n in nodes]
     node_facts = facts_of_nodes(statuses)
     lines = []
@@ -45,7 +45,7 @@ def show(runs: Sequence[Run], nodes: Sequence[Any], statuses: Mapping[str, Mappi
 
 
 def facts_of_nodes(statuses: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Return the latest report from each node to any of the runs, keyed by node number."""
+    """Return the latest report from each node to any run, keyed by node number."""
     newest: dict[str, Mapping[str, Any]] = {}
     for status in statuses.values():
         for number, facts in status.get("nodes", {}).items():

@@ -19,9 +19,9 @@ from posy.settings import Scalar
 from posy.strategies.registry import declared
 
 WANTED = {name: files for name, _, files, _ in describe()}
-"""Files for ``data-dir``, by data set."""
+"""Files that each data set requires in ``data-dir``."""
 REPRODUCED, DIFFERS, NOT_RUN, DRAWN = "reproduced", "differs", "not run", "plotted"
-"""States of a number. ``DRAWN`` means that the paper does not state a number."""
+"""States of a number. ``DRAWN`` means that the paper does not print the number."""
 HUNDREDTH = 0.01
 """Tolerance for a number that is not a percentage, such as an entropy or Jain's index."""
 COUNTED = 5e-4
@@ -127,7 +127,7 @@ class Comparison:
         return [c for plan in self.plans.values() for c in plan.cells if (c.variant, c.row) == variant_row]
 
     def counts_of(self, variant: str) -> Counts | None:
-        """Return the clients' class counts, at the scale of the variant's runs if there are any."""
+        """Return the clients' class counts, at the scale of the variant's runs if it has any."""
         scales = {scale for (name, _), (scale, _) in self.cells.items() if name == variant}
         counts = [
             self.counts[variant, s] for s in SCALES if (variant, s) in self.counts and (not scales or s in scales)

@@ -356,7 +356,7 @@ def _correlation(comparison: Comparison, form: Mapping[str, Any], path: Path) ->
 
 
 def _picture(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Copy the picture ``of`` from the run of the row ``row`` with the first seed."""
+    """Copy the picture ``of`` from the row ``row``'s run with the first seed."""
     for variant in comparison.item.variants:
         _, cells = comparison.runs_of(variant, form["row"])
         file = _find_picture(cells[0], f"{form['of']}.png") if cells else None
@@ -366,7 +366,7 @@ def _picture(comparison: Comparison, form: Mapping[str, Any], path: Path) -> Non
 
 
 def _find_picture(cell: Cell, name: str) -> Path | None:
-    """Return the path of a run's picture, if necessary from another table's run with the same settings, or None."""
+    """Return the path of a run's picture, falling back to another run with the same settings, or None."""
     results = cell.path.parents[len(cell.place.split(" / ")) + 1]
     for config in [cell.path / "config.yaml", *sorted(results.glob("**/config.yaml"))]:
         file = config.parent / "figures" / name

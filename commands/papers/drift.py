@@ -2,8 +2,8 @@
 
 The paper specifies only a classification task with 10 classes, 3 clients, a randomly generated embedding and FedAvg
 (Section 2.4). Posy chooses the other parameters: dimension, number of samples, learning rate and number of local
-steps. Embeddings of client i come from N(m_i, I), with m_i from N(0, I / 4). Labels come from the same
-multinomial logistic model for all clients (Eq. 1), so the clients differ only by covariate shift.
+steps. Client i's embeddings are drawn from N(m_i, I), where m_i is drawn from N(0, I / 4). The labels of all clients
+are drawn from the same multinomial logistic model (Eq. 1), so the clients differ only by covariate shift.
 """
 
 from typing import NamedTuple
@@ -52,7 +52,7 @@ def head_gradient(weights: Array, x: Array, y: npt.NDArray[np.int64]) -> Array:
 
 
 def squared_drift(gradients: Array, shares: Array) -> tuple[float, float]:
-    """Return G^2 of gradients ``(m, ...)`` weighted by ``shares`` ``(m,)``, and their mean squared length."""
+    """Return G^2 of gradients ``(m, ...)`` weighted by ``shares`` ``(m,)``, and their mean squared norm."""
     flat = gradients.reshape(len(gradients), -1)
     mean = shares @ flat
     return float(shares @ ((flat - mean) ** 2).sum(axis=1)), float(shares @ (flat**2).sum(axis=1))

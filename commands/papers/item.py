@@ -39,8 +39,8 @@ rows or variants, which override the common settings."""
 ALONE = ("samples", "sharing", "drift", "pathways", "ridge")
 """Forms of figures that need no runs. Posy draws them from their settings."""
 SELDOM = 1_000_000
-"""``checkpoint-every`` for runs at the full scale. It exceeds their number of rounds. Posy therefore writes
-intermediate checkpoints only if they take a small share of the run's time."""
+"""``checkpoint-every`` for runs at the full scale. This interval exceeds the number of rounds of these runs. Posy
+therefore writes intermediate checkpoints only if they take a small share of the run's time."""
 TITLE = "Table 1: accuracy"
 """Example of a title."""
 CLAIM = ("say", "higher", "lower", "in", "measure", "same-point", "by", "within", "but", "spread", "why")
@@ -276,7 +276,7 @@ def item(paper: str, name: str) -> Item:
 
 
 def read_item(file: Path) -> Item:
-    """Read the file of a table or figure; raise :class:`SettingsError` if it contains a mistake."""
+    """Read the file of a table or figure; raise :class:`SettingsError` if the file is invalid."""
     content = read_yaml(file)
     for key, kind in PARTS.items():
         if key in content and not isinstance(content[key], kind):
@@ -294,7 +294,7 @@ def read_item(file: Path) -> Item:
 
 
 def _claim(subject: Item, entry: Mapping[str, Any]) -> Claim:
-    """Return a claim about an item; raise :class:`SettingsError` if its entry contains a mistake."""
+    """Return a claim about an item; raise :class:`SettingsError` if the claim's entry is invalid."""
     keys = entry.keys() if isinstance(entry, dict) else set()
     if not {"say", "higher", "lower"} <= keys <= set(CLAIM):
         raise SettingsError(f"{entry!r} in claims of {subject.file}: a claim has the keys {', '.join(CLAIM)}")
@@ -351,7 +351,7 @@ def missing_results(names: Iterable[str]) -> str:
 
 
 def archived_elsewhere(plan: Plan) -> set[str]:
-    """Return the names of the cells with a run in the archive of another table."""
+    """Return the names of the cells that have a run in another table's archive."""
     folders = [folder for folder in _archives(plan.output.parent) if folder != plan.output]
     return {cell.name for cell, _ in _matching(plan.cells, folders)}
 
@@ -383,7 +383,7 @@ def _matching(cells: Iterable[Cell], folders: Iterable[Path]) -> Iterator[tuple[
 
 
 def _seeds_in(results: Path) -> list[int]:
-    """Return the seeds in the archives of a folder's tables."""
+    """Return the seeds that the archives in a folder contain."""
     return sorted({line["config"]["settings"]["seed"] for folder in _archives(results) for line in _lines(folder)})
 
 

@@ -42,7 +42,7 @@ LEGEND = (
     "the same scale. In the table below, (small) denotes the small scale.",
 )
 """Explanations at the start of each page."""
-UNKNOWN = "the reason is not known"
+UNKNOWN = "the reason is unknown"
 """Text for a number that differs from the paper's for no known reason."""
 
 
@@ -82,7 +82,7 @@ def claims(comparison: Comparison) -> str:
 def changed(comparison: Comparison, scale: str) -> str:
     """Return the settings of a scale that differ from the paper's, as ``key value (paper's value)``.
 
-    The additional settings of a row or variant follow after semicolons.
+    The additional settings of each row or variant follow, separated by semicolons.
     """
     small = comparison.item.content.get("small", {}) if scale == "small" else {}
     plan = comparison.item.plan("full") if comparison.decisive else comparison.plans["full"]
@@ -197,7 +197,7 @@ def _notes(comparison: Comparison) -> list[str]:
 
 
 def _reasons(comparison: Comparison) -> list[str]:
-    """Return why numbers differ from the paper's or are missing: one paragraph per reason, with their positions."""
+    """Explain why numbers differ from the paper's or are missing: one paragraph per reason, with the positions."""
     reasons: dict[tuple[str, str], list[Entry]] = {}
     for entry in comparison.entries:
         if entry.state in (DIFFERS, NOT_RUN):
@@ -239,7 +239,7 @@ def _positions(entries: Sequence[Entry], comparison: Comparison) -> str:
 
 
 def _points(comparison: Comparison) -> str:
-    """Return text that lists the rows with another evaluation point or measure."""
+    """Return text that lists the rows with a different evaluation point or measure."""
     points: dict[str, list[str]] = {}
     for row, point in comparison.item.content.get("points", {}).items():
         points.setdefault(point, []).append(row)
@@ -304,5 +304,5 @@ def _picture(paper: str, comparison: Comparison) -> str:
 
 
 def _anchor(title: str) -> str:
-    """Return GitHub's anchor of a heading."""
+    """Return GitHub's anchor for a heading."""
     return "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c in "-_")

@@ -2,13 +2,13 @@
 
 The paper states these parameters (Section 3.2): 3400 samples of class 0 and 2600 of class 1 around two centres in three
 dimensions, their distribution over three clients, and a network with four ReLU neurons. The figure shows the 8 largest
-of the network's 20 weights. Learning rate, batch size and lambda come from the paper's experiments with ten classes
-(Section 5.1).
+of the network's 20 weights. The learning rate, batch size and lambda are taken from the paper's experiments with ten
+classes (Section 5.1).
 
-Posy chooses the other parameters. The centres come from N(0, I) and the samples from N(centre, I). The layers have
-biases, which are trained and averaged, but not shown in the figure. All clients start from the same weights, from
-PyTorch's default initialisation. Each client takes the same number of steps, on batches sampled with replacement. There
-is only one round, which averages all layers class-wise, with class shares from the output weights.
+Posy chooses the other parameters. The centres are drawn from N(0, I), and the samples from N(centre, I). The layers
+have biases, which are trained and averaged, but not shown in the figure. All clients start from the same weights, drawn
+by PyTorch's default initialisation. Each client takes the same number of steps, on batches sampled with replacement.
+There is only one round, which averages all layers class-wise, with class shares derived from the output weights.
 """
 
 from collections import OrderedDict
@@ -40,7 +40,7 @@ LARGEST = 8
 """Number of weights in the critical pathways of a network."""
 RATE, BATCH, STRENGTH = 0.005, 10, 10.0
 STEPS = 1000
-"""Number of local steps of each client. On the three clients, an epoch has 300, 200 and 100 steps."""
+"""Number of local steps of each client. On the three clients, an epoch has 300, 200 and 100 steps, respectively."""
 SEEDS = tuple(range(10))
 """Seeds for the counts in the text below the figure, which shows only the first seed."""
 PANELS = {
@@ -137,7 +137,7 @@ def leading(model: FloatArray) -> list[int]:
 
 
 def shared(first: FloatArray, second: FloatArray) -> int:
-    """Return the number of positions in which both flat networks have one of their largest weights."""
+    """Return the number of positions at which both flat networks have one of their largest weights."""
     pairs = zip(critical(weights_of(first)), critical(weights_of(second)), strict=True)
     return sum(int((a & b).sum()) for a, b in pairs)
 

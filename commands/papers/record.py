@@ -34,8 +34,8 @@ TOTALS = ("rounds", "seconds", "bytes-up", "bytes-down", "samples", "peak-memory
 def collect(path: Path) -> None:
     """Record a finished run's rounds, the clients' loss curves, and the norms of their heads, next to the summary.
 
-    ``rounds`` maps the name of a number to its values by round. For a statistic over the clients, it contains the mean.
-    ``clients`` contains each client's loss on its training samples by round: the loss of the served model with
+    ``rounds`` maps the name of a number to its values by round. For a statistic over the clients, the value is the
+    mean. ``clients`` contains each client's loss on its training samples by round: the loss of the served model with
     ``evaluate-training``, else the loss during training. ``heads`` ``(M, C)`` contains the L2 norm of each row of the
     output layer in the clients' stored models, if these models exist.
     """
@@ -125,7 +125,7 @@ def check_measure(measure: str, where: str) -> str:
 
 
 def in_percent(measure: str) -> bool:
-    """Return whether a measure is an accuracy, which Posy gives in percent."""
+    """Return whether a measure is an accuracy, which Posy reports as a percentage."""
     words = measure.split()
     is_round_accuracy = words[0] == "round" and words[-1].endswith("accuracy")
     return measure in POOLED or is_round_accuracy or (words[0] in POINTS and words[-1] != "jain")

@@ -86,8 +86,8 @@ def simulate(
 def draw_federation(seed: int, clients: int, ratio: float | None, noise: float = NOISE) -> Federation:
     """Draw clients by Eqs. 15 and 16.
 
-    The covariances come from a Wishart distribution with 2 d degrees of freedom and the identity matrix as mean. For
-    the same seed, the inputs and the shared and personal weights are the same for every ``ratio``.
+    The covariances are drawn from a Wishart distribution with 2 d degrees of freedom, whose mean is the identity
+    matrix. For the same seed, the inputs and the shared and personal weights are the same for every ``ratio``.
     """
     rng = np.random.default_rng(seed)
     shared = rng.normal(size=DIMENSION) / np.sqrt(DIMENSION)
@@ -164,8 +164,8 @@ def ensemble(x: Array, y: Array, fedavg: Array, penalties: Sequence[float]) -> A
 
     The maximum of the loss in Algorithm 1 is a client's largest y^2, the same number for all stages. Larger squared
     errors are capped at this maximum, so beta measures the accuracy of all stages on the same scale. The coefficient of
-    a stage depends on the error of the ensemble including this stage (line 21). To compute this error, the stage gets
-    the coefficient that follows from its own error, as in Posy's PPFE.
+    a stage depends on the error of the ensemble including this stage (line 21). To compute this error, the stage is
+    assigned the coefficient that corresponds to its own error, as in Posy's PPFE.
     """
     bound = (y**2).max(axis=1, keepdims=True)
 

@@ -102,7 +102,7 @@ def run_part(
 
 
 def _run(plan: Plan, title: str, seeds: Collection[int], jobs: int, absent: dict[str, str]) -> dict[str, str]:
-    """Run the missing cells of a plan for some seeds, and return the reasons for failures by cell name.
+    """Run the missing cells of a plan for some seeds, and return the reasons for failures, keyed by cell name.
 
     Record in ``absent`` why data sets or word vectors are unreadable, keyed by their names.
     """
@@ -122,7 +122,7 @@ def _run(plan: Plan, title: str, seeds: Collection[int], jobs: int, absent: dict
 
 
 def _data_is_there(cell: Cell, absent: dict[str, str]) -> bool:
-    """Return whether a run has finished, or else whether its data and word vectors are readable."""
+    """Return whether a run has finished, or its data and word vectors are readable."""
     if cell.summary() is not None:
         return True
     settings = read_settings(cell.config, cell.name)

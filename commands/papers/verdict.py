@@ -13,9 +13,11 @@ LEVEL = 0.05
 ROUNDING = 1e-12
 """Posy treats numbers as equal if their standard deviation is at most this fraction of their mean."""
 SPREADS, UNITS = 2.0, 2.0
-"""Maximum deviation from the paper's number, in standard deviations and in units of its last digit. Both apply."""
+"""Maximum deviation from the paper's number, in standard deviations and in units of its last digit. Both limits
+apply."""
 FEW = 3
-"""Minimum number of pairs for ``within the noise``. With two, a mean below 13 standard errors is not significant."""
+"""Minimum number of pairs for ``within the noise``. With two pairs, a mean below 13 standard errors is not
+significant."""
 OUTCOMES = ("confirmed", "refuted", "within the noise", "too few runs", "not run")
 """Possible outcomes of a claim."""
 
