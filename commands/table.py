@@ -71,7 +71,7 @@ DIVERGED = "it diverged, so the mean over the other seeds would be too favourabl
 ALL = "all"
 """Value of ``runs`` in a table with one row per method."""
 ENTRIES = {"runs": ("name", "settings", "variants"), "variants": ("name", "settings")}
-"""Keys of an entry of ``runs`` and of ``variants``."""
+"""Keys of an entry in ``runs`` and in ``variants``."""
 POINTS = [f"{point}-{w}" for point, w in itertools.product(("served", "local"), ("last", "best", "upper-bound"))]
 """The scores of a run. Served and local models are scored in the last round, in the best round on the validation
 splits, and in the best round on the test splits."""
@@ -412,7 +412,7 @@ def _cell_config(
     """
     *_, where = groups
     in_file = {key: value for group in groups.values() for key, value in group.items()}
-    # Most cells take minutes, so they write no checkpoints. An interrupted cell restarts from its first round.
+    # Most cells take only minutes, so they write no checkpoints. An interrupted cell restarts from its first round.
     config = {"checkpoint-every": 0} | with_experiment({**in_file, **overrides}, where)
     # Drop shared settings that belong to another row's method.
     config = relevant_settings(config, str(config.get("method", RunSettings.method)))
@@ -451,7 +451,7 @@ class Effects:
         config : mapping
             The settings of the cell, without the settings of other methods.
         reasons : mapping
-            Reasons why settings have no effect in the cell, by key.
+            Reasons why settings have no effect in the cell, keyed by setting.
         """
         for key in group.keys() & config.keys():
             if key in reasons:
@@ -561,7 +561,7 @@ def aggregate(results: Mapping[Cell, Mapping[str, Any]]) -> pd.DataFrame:
 
     ``X`` is the mean over the seeds, or NaN if no seed has a value. ``X-seeds-std`` is the sample standard deviation
     over the seeds (NaN for one seed). ``X-clients-std`` is the mean over the seeds of the standard deviation over the
-    clients. ``X-measured`` is the number of seeds with a value of ``X``, and ``X-scored`` the number of clients that
+    clients. ``X-measured`` is the number of seeds with a value of ``X``. ``X-scored`` is the number of clients that
     these values cover, summed over the seeds. ``members`` is the number of clients that a round can evaluate. ``last``
     always refers to the last round, even if the last evaluation was earlier.
     """

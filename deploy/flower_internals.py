@@ -26,7 +26,7 @@ PUBLIC_KEY_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER = "flwr-public-key-bin", "
 TOKEN_HEADER = "flwr-task-token"
 """Header of a ServerApp's calls."""
 MEDIA_TYPE, STREAM_MEDIA_TYPE = "application/protobuf", "application/flower-protobuf-stream"
-"""Media types of a call and of a stream of responses. In a stream, a four-byte length precedes each response."""
+"""Media types of a call and a stream of responses. In a stream, a four-byte length precedes each response."""
 KEY_REFUSED, INTERVAL_REFUSED, RUN_ENDED = 2004, 2003, 2007
 """Error codes of a SuperLink that refuses a node's call: the key is unknown or already in use, the heartbeat interval
 is invalid, or the run has ended."""

@@ -41,7 +41,7 @@ from posy.forked import cores
 RUN_CACHE_SECONDS = 10.0
 """Seconds for which Posy assumes that a run is still active. After a call that may end a run, Posy checks again."""
 ASK_SECONDS = 1.0
-"""Maximum number of seconds for which a request for a task waits for the submission of a run."""
+"""Maximum number of seconds that a request for a task waits for a run to be submitted."""
 SWEEP_SECONDS = 10.0
 """Seconds between sweeps for abandoned messages."""
 START_SECONDS = 300.0

@@ -39,7 +39,7 @@ def install_whole(content: bytes, hash_text: str) -> Path:
     Raises
     ------
     BundleError
-        If the content is not a Flower bundle, or its files do not match its list.
+        If the content is not a Flower bundle, or its files do not match the bundle's list.
     OSError
         If the folder cannot be written.
     """

@@ -1,4 +1,4 @@
-"""The messages between ServerApps and nodes, which are kept in the SuperLink's memory.
+"""The messages between ServerApps and nodes, kept in the SuperLink's memory.
 
 Flower's SuperLink writes to its database about two hundred times for each message in a round, which accounts for most
 of the time of a short round. :class:`MessageQueue` keeps the messages and their objects in memory instead. They are
@@ -28,9 +28,9 @@ from posy.flower import ErrorCode
 SERVER = 1
 """Node id of the SuperLink, which is the sender of a ServerApp's messages."""
 HOLD_SECONDS = 1.0
-"""Maximum number of seconds for which a request for messages waits."""
+"""Maximum number of seconds that a request for messages waits."""
 GATHER_SECONDS = 0.05
-"""Maximum number of seconds for which a ServerApp's request waits for further replies, to save requests."""
+"""Maximum number of seconds that a ServerApp's request waits for further replies, to reduce the number of requests."""
 HELD_NODES, HELD_SERVERS = 500, 16
 """Maximum number of waiting requests from nodes, and from ServerApps. Flower serves nodes with 1,000 threads, and
 ServerApps with 40."""

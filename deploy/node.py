@@ -80,7 +80,7 @@ class Waits:
         """Wait after a request that returned no message."""
         self._idle = True
         clock = time.monotonic()
-        request_seconds = clock - self._asked  # Posy's SuperLink holds a request until a message has arrived
+        request_seconds = clock - self._asked  # Posy's SuperLink holds a request until a message arrives
         time.sleep(max(0.0, pause(clock - self._busy, min(self._gaps, default=0.0)) - request_seconds))
         self._asked = time.monotonic()
 

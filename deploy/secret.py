@@ -9,7 +9,7 @@ import secrets
 from pathlib import Path
 
 OPTION = "--superexec-auth-secret-file"
-"""Option of Flower's commands that names the file with the secret."""
+"""Option of Flower's commands that specifies the file with the secret."""
 SECRET_BYTES = 32
 
 

@@ -1,4 +1,4 @@
-"""The SuperLink and the process that runs ServerApps, which are separate so that a run survives a SuperLink crash.
+"""The SuperLink and the process that runs ServerApps, kept separate so that a run survives a SuperLink crash.
 
 ``flower-superlink --isolation process`` stores its state in a database, and ``flower-superexec`` starts the ServerApp
 in another process. If the SuperLink dies, Posy restarts it with its state. The ServerApp and the nodes retry until the

@@ -37,7 +37,7 @@ SHARED = ("sklearn.datasets", "flwr_datasets.partitioner")
 
 
 def preload(nodes: int) -> None:
-    """Import slow modules for the workers of ``nodes`` nodes, which are forked from this process."""
+    """Import slow modules before this process forks ``nodes`` nodes and their workers."""
     for name in PRELOADED + (SHARED if nodes > 1 else ()):
         importlib.import_module(name)
 

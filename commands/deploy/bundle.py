@@ -16,7 +16,7 @@ from posy.strategies.registry import declared
 
 
 def bundle(settings: Mapping[str, Scalar]) -> tuple[bytes, dict[str, Scalar]]:
-    """Return the app as a bundle, and the settings of a run, in which the paths of custom files refer to the bundle.
+    """Return the app as a bundle, and a run's settings with the paths of custom files changed to paths in the bundle.
 
     The folder ``own`` of the bundle contains the user's files that the settings name, and the modules that these files
     import from their own folder. The function prints the name of each file in this folder.

@@ -19,7 +19,7 @@ app = typer.Typer(help="Write, explain and test the policy of a site.", no_args_
 
 @app.command()
 def new(file: Annotated[Path, typer.Argument(metavar="[FILE]")] = FILE) -> int:
-    """Write a policy with all rules at their defaults, each with an explanation.
+    """Write a policy that explains each rule and sets it to its default.
 
     Add the file to the node config: `posy supernode data=PATH policy=FILE`.
     """

@@ -87,7 +87,7 @@ def offset(clock: float | None) -> str:
 
 
 def free_disk(path: Path) -> tuple[int, int]:
-    """Return the free and total bytes of the disk that holds a directory, which need not exist yet."""
+    """Return the free and total bytes of the disk that contains a directory, which need not exist yet."""
     existing = path.absolute()
     while not existing.exists():
         existing = existing.parent

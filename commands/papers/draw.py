@@ -172,7 +172,7 @@ def _bars(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
 def _heads(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
     """Draw the norm of each class's output weights on each client for the first seed, one panel per row.
 
-    With ``counts``, the first panel shows the clients' class counts, and the titles give the correlation r between the
+    With ``counts``, the first panel shows the clients' class counts, and the titles show the correlation r between the
     class shares in the counts and in the norms. With ``difference: [A, B]``, a panel after row A shows A minus B.
     """
     panels = []

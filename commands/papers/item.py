@@ -32,7 +32,7 @@ PARTS: dict[str, type | tuple[type, ...]] = {
     "small": dict,
     "needs": str,
 }
-"""Keys of the file of a table or figure, in addition to the keys of a table of runs."""
+"""Keys of a file that describes a table or figure, in addition to the keys of a table of runs."""
 SMALL = ("settings", "seeds", "without", "runs", "variants")
 """Changes at the small scale: settings, seeds, omitted rows and variants (``without``), and additional settings for
 rows or variants, which override the common settings."""
@@ -126,7 +126,7 @@ class Item:
         for row, entry in self.content.get("read", {}).items():
             where = f"read of {row} in {self.file}"
             if not isinstance(entry, dict) or not {"measure"} <= entry.keys() <= {"of", "measure"}:
-                raise SettingsError(f"{where}: it must be `measure: ...`, with `of: ROW` for the runs of another row")
+                raise SettingsError(f"{where}: it must be `measure: ...`, with `of: ROW` to use another row's runs")
             of = entry.get("of", row)
             if of not in run:
                 raise SettingsError(f"{where}: {of!r} is not a row with runs; choose one of {', '.join(sorted(run))}")

@@ -10,14 +10,14 @@ LAYERS = (WITHOUT, "output", "all")
 
 
 def stored_parameters(size: int, classwise: int, num_classes: int) -> int:
-    """Return the number of parameters of the shared layers and of all copies of the class-wise layers.
+    """Return the number of parameters in the shared layers and all copies of the class-wise layers.
 
     Parameters
     ----------
     size : int
-        Number of parameters of the whole network.
+        Number of parameters in the whole network.
     classwise : int
-        Number of parameters of the layers that have a copy for each class.
+        Number of parameters in the layers that have a copy for each class.
     num_classes : int
     """
     return size - classwise + num_classes * classwise

@@ -17,7 +17,7 @@ from posy.settings import SettingsError
 from posy.storage import load_arrays
 
 MOST_CLIENTS = 40
-"""Maximum number of clients for which a run records a curve per client."""
+"""Maximum number of clients for which a run records individual curves."""
 SPREADS = ("mean", "std", "min", "max", "tenth", "weighted", "jain")
 """Statistics over the clients in a summary."""
 POINTS = ("served", "local", "own")

@@ -66,7 +66,7 @@ def _line(comparison: Comparison, pictures: Sequence[str]) -> tuple[str, str, st
 def run_part(
     name: str, part: str, scale: str, overrides: Mapping[str, Scalar], jobs: int, seeds: int | None = None
 ) -> int:
-    """Run the missing runs of a paper's table or figure, or of all of them, then draw the paper's page.
+    """Start the missing runs of one or all of a paper's tables and figures, then draw the paper's page.
 
     With ``seeds``, use the seeds 0 to ``seeds`` - 1 instead of the file's. Skip and list runs whose data set is
     missing. If ``overrides`` affect the results, the runs and the page go into a separate folder. Return the exit
