@@ -68,7 +68,7 @@ class APFLSettings(MethodSettings, robust=True):
             "Clients are weighted by number of samples, whereas the paper weights them equally "
             "(`client-weights=uniform`).",
             "All v_i start from the common initial model, because the paper does not specify their initial values.",
-            "The step on α uses one mini-batch at the start of the round. Unlike the paper, the authors' program also "
+            "The step for α uses one mini-batch at the start of the round. Unlike the paper, the authors' program also "
             "adds 0.02 α to the gradient.",
             "BatchNorm's running statistics are not interpolated. Instead, the mixture's forward passes update its "
             "statistics.",

@@ -74,7 +74,7 @@ class CFLSettings(
             "parents": "the cluster that each split divided (k,); split s created cluster s + 1",
             "split_models": "with hold-out clients: the divided cluster's model before each split (k, d)",
             "split_updates": "with hold-out clients: the updates before each split (r, p), without running statistics",
-            "split_sides": "for each of these updates, its split, and 1 if its client left the old cluster (r, 2)",
+            "split_sides": "for each of these updates: the split, and 1 if the client left the old cluster (r, 2)",
         },
         client_state={},
         scored="The served model, because the authors' notebook scores the model of each client's cluster after "
@@ -163,7 +163,7 @@ class Descent(NewcomerPhase):
         super().run(server_round, train_config, evaluate_config, grid, timeout)
 
     def _next_splits(self, reached: dict[int, int]) -> dict[int, int]:
-        """Return the next split of each newcomer that has one; ``reached`` holds the first split to consider."""
+        """Return the next split, if any, for each newcomer; ``reached`` holds the first split to consider."""
         following = {}
         for client, start in reached.items():
             splits = np.flatnonzero(self.strategy.parents[start:] == self.strategy.cluster[client])

@@ -17,7 +17,7 @@ from posy.yaml12 import parse, read_yaml
 KEYS = ("local-epochs", "local-steps", "batch-size", "lr")
 """The settings that can differ between clients."""
 NOT_SHARED = "not shared"
-"""A node's report if it has its own settings, but its policy does not share them."""
+"""The report of a node that has its own settings, but whose policy does not share them."""
 NodeSettings = tuple[tuple[str, int | float], ...]
 """The settings of local training in a node config, as sorted pairs of key and value."""
 
@@ -73,7 +73,7 @@ def train_settings(
     """Return a client's training settings.
 
     The settings of the client's node override an entry for the client's name in ``client-settings``, which overrides an
-    entry for its number. Where ``local-epochs`` overrides, ``local-steps`` becomes 0 unless it overrides too.
+    entry for its number. An override of ``local-epochs`` alone also sets ``local-steps`` to 0.
     """
     return _train_settings(train, client, name, node_settings) if train.client_settings or node_settings else train
 
@@ -153,7 +153,8 @@ def bounds_of(text: str) -> Mapping[str, Bounds]:
         if not (colon and dots):
             example = "local-epochs: 1..5, batch-size: 8..64"
             raise SettingsError(
-                f"client-bounds = {quoted(text)}: {quoted(entry.strip())} is not `key: least..most`, as in `{example}`"
+                f"client-bounds = {quoted(text)}: {quoted(entry.strip())} is not `key: minimum..maximum`, as in "
+                f"`{example}`"
             )
         if key not in KEYS or key in bounds:
             reason = "it is repeated" if key in bounds else f"nodes can choose only {', '.join(KEYS)}"
@@ -169,7 +170,7 @@ def bounds_of(text: str) -> Mapping[str, Bounds]:
 def number(key: str, text: str, where: str) -> int | float:
     """Return a value of a setting in :data:`KEYS`, given as text.
 
-    Raise :class:`SettingsError` that names ``where``, the source of the value, if the setting does not allow it.
+    If the setting does not allow the value, raise a :class:`SettingsError` that names ``where``, the value's source.
     """
     value: Any = text
     with suppress(ValueError):

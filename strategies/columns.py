@@ -107,7 +107,7 @@ class Columns:
 
 
 def predictions_with(task: Task, run: RunSettings, y: npt.NDArray[Any], outputs: npt.NDArray[Any]) -> Predictions:
-    """Return predictions with the positive class and the thresholds of the run; see :class:`Predictions`."""
+    """Return :class:`Predictions` with the run's positive class and thresholds."""
     positive = positive_class(run, task.class_names)
     return Predictions(task.target, y, outputs, positive, run.threshold, run.fixed_sensitivity)
 

@@ -1,7 +1,7 @@
 """ConFREE (Zheng et al., 2025): the server removes conflicts between the clients' updates of a shared body.
 
-Heads are personal, and clients train as in FedRep. The equations come from the authors' poster. Their program
-follows different rules, which ``confree-rule=program`` selects.
+Heads are personal, and clients train as in FedRep. The equations are taken from the authors' poster. Their
+program follows different rules, which ``confree-rule=program`` selects.
 """
 
 import math

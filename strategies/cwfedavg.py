@@ -100,9 +100,8 @@ class CwFedAvgSettings(
         deviations=(
             "The authors' program multiplies the regulariser by λ / 2, whereas the paper uses λ. To reproduce "
             "the program's runs, set `cwfedavg-wdr-lambda` to half of the program's `-wd`.",
-            "The means are taken over the clients of the round (Algorithm 1, line 4). Models for absent clients are "
-            "mixed with "
-            "the clients' last p̃_i.",
+            "The means are taken over the clients of the round (Algorithm 1, line 4). The models of absent "
+            "clients are mixed according to these clients' last p̃_i.",
             "A client that `holdout-clients` sets aside has no p̃_i and receives the uniform mean of the class models.",
             "BatchNorm's running statistics are averaged in the same way as their layer. The paper's networks are a "
             "CNN without BatchNorm and a ResNet-18.",
@@ -142,7 +141,7 @@ class CwFedAvg(PersonalisedStrategy):
     """Average some layers class-wise and the remaining layers as in FedAvg (Eqs. 4–7).
 
     The state holds the averaged layers and the class models ``(C, d_cw)``. It also holds the clients' class
-    distributions and the norms of the rows of their output layers, both ``(M, C)``.
+    distributions and the row norms of their output layers, both ``(M, C)``.
     """
 
     state = ("model", "class_models", "distributions", "local_norms")

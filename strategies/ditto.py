@@ -23,7 +23,7 @@ class DittoSettings(MethodSettings, robust=True):
     strength: float = setting(
         0.1,
         "lambda: strength of the personal model's pull towards the global one",
-        source="choice: a weak pull; the README of the authors' program has 1, and the paper tries 0.05 to 2",
+        source="choice: a weak pull; the README of the authors' program uses 1, and the paper tries 0.05 to 2",
         minimum=0,
         search=Search(0.01, 10.0, log=True),
     )

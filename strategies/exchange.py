@@ -51,7 +51,7 @@ class Exchange:
         self.refresh: Callable[[], list[int]] | None = None
         """Function that updates the strategy's clients before each round."""
         self.client_names: Mapping[int, str] = {}
-        """Client names that come from the data, such as the groups of a natural partition; other clients are named
+        """Client names taken from the data, such as the groups of a natural partition; other clients are named
         after their nodes."""
         self.models_folder: Path | None = None
         self.states = ClientStates()
@@ -69,7 +69,7 @@ class Exchange:
         self._clock = time.perf_counter()
 
     def begin_round(self, server_round: int) -> None:
-        """Start the record of a round, and decide whether clients store their models in it."""
+        """Start the record of a round, and decide whether clients store their models in this round."""
         strategy = self.strategy
         if self.refresh:
             self.refresh()
@@ -252,7 +252,7 @@ class Exchange:
             subject = f"{describe_clients(senders, names, strategy.num_clients)} dropped" if senders else "dropped"
             log(WARNING, "round %s: %s: %s", number, subject, reason)
         if (more := len(reasons) - MAX_REASONS) > 0:
-            log(WARNING, "round %s: replies are dropped for %s further reasons", number, more)
+            log(WARNING, "round %s: dropped replies for %s further reasons", number, more)
 
     def count_bytes(self, client: int, up: int = 0, down: int = 0) -> None:
         """Add transferred bytes to the records of the round and of a client."""

@@ -79,11 +79,11 @@ class FedACSSettings(MethodSettings, robust="its server mixes a model for each c
             "fails for p = 1 and for equal models, for example in round 1 after a common initialisation.",
             "Similarities s_ij ≤ 0 are omitted, because negative weights extrapolate. The paper sums over all "
             "s_ij > δ, even if δ is negative.",
-            "BatchNorm's running statistics do not enter s_ij, since they would outweigh the parameters. They are "
+            "s_ij excludes BatchNorm's running statistics, because they would outweigh the parameters. They are "
             "mixed like all other entries.",
-            "A client without a trained model does not enter S. It starts from the common initial model, or, once "
+            "A client without a trained model is not part of S. It starts from the common initial model, or, once "
             "other clients have trained, from the uniform mean of their models. With `fedacs-initialisation=own` it "
-            "starts from its own initial model. In the paper the initial models enter S in round 1.",
+            "starts from its own initial model. In the paper, S covers the initial models in round 1.",
             "The latest model of an absent client stays in the other clients' means, because W in the paper contains "
             "the models of all clients.",
         ),
@@ -124,7 +124,7 @@ class FedACS(AttentionStrategy):
     method: FedACSSettings
 
     def serve(self, client: int) -> Arrays:
-        """Return u_i; with ``initialisation=own``, a client that has not trained yet gets its own initial model."""
+        """Return u_i; with ``initialisation=own``, a client that has not trained yet receives its own initial model."""
         # Newcomers have no initial models; they receive the mean, as with a common initialisation.
         if self.method.initialisation == "own" and client in self.members and client not in self.seen:
             return {"model": self.initial(client)}
@@ -163,7 +163,7 @@ def attention_weights(similarity: npt.NDArray[np.float64], p: float) -> npt.NDAr
     """Return the weights of Eq. 4; each row sums to 1.
 
     δ is the p-quantile of all elements of S. Client i's mean always includes its own model, even if rounding or
-    identical models make δ ≥ 1. Similarities ≤ 0 get weight 0.
+    identical models make δ ≥ 1. Similarities ≤ 0 have weight 0.
 
     Parameters
     ----------

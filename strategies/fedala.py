@@ -1,6 +1,6 @@
 """FedALA (Zhang et al., 2023): each client learns, entry by entry, how far to move from its model to the global one.
 
-Only the upper layers are mixed, and the lower layers come from the global model. ``served`` scores the mixture.
+Only the upper layers are mixed, and the lower layers are those of the global model. ``served`` scores the mixture.
 """
 
 from typing import TYPE_CHECKING
@@ -44,12 +44,12 @@ class FedALASettings(MethodSettings, robust=True, point="served"):
         "(serverALA.py).",
         deviations=(
             "Only the clients of a round run adaptive local aggregation (ALA), as in Algorithm 1. In the authors' "
-            "program all clients run it in every round, including clients that do not train.",
+            "program, all clients run ALA in every round, including clients that do not train.",
             "The mean loss of a pass decides whether the weights have converged. The authors' program uses the loss of "
             "the last mini-batch.",
             "A client stops after 50 passes, because a small threshold may never be reached (authors' README).",
-            "A pass takes full mini-batches from the sampled part of the data, in a random order that all passes of a "
-            "round repeat.",
+            "A pass uses full mini-batches from the sampled part of the data. Their order is random, but the same in "
+            "all passes of a round.",
             "Each evaluation learns the weights again and does not store them.",
             "`max-update-norm` and `dp` measure an update relative to the global model. Training starts from the "
             "mixture, but only the client knows the mixture's weights.",

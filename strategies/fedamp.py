@@ -63,8 +63,8 @@ class FedAMPSettings(MethodSettings, robust="its server mixes a model for each c
         client_state={"model": "the trained model w_i (d,)"},
         scored="The local model, because the paper's personalised models are the w_i that the clients train.",
         deviations=(
-            "If the ξ_ij with j ≠ i in a row sum to more than 1, Posy rescales them to a sum of 1. u_i therefore "
-            "remains a convex combination. The paper instead requires a small enough α.",
+            "If the ξ_ij with j ≠ i in a row sum to more than 1, Posy rescales them so that they sum to 1. u_i "
+            "therefore remains a convex combination. The paper instead requires a small enough α.",
             "Training starts from the client's own model. It starts from u_i only in the client's first round, and "
             "after the client has lost its state.",
             "Distances exclude BatchNorm's running statistics, but u_i mixes the statistics with the same weights.",
@@ -129,7 +129,7 @@ class FedAMP(AttentionStrategy):
         return message_weights(models, self.method.alpha, self.method.sigma)
 
     def reference(self, client: int, arrays: Arrays) -> Arrays:
-        """Return the model that the client's training starts from: its own model, or u_i if it has none."""
+        """Return the model from which the client's training starts: the client's model, or u_i if there is none."""
         return {"model": self.client_model(client, self.serve(client)["model"])}
 
 
@@ -143,7 +143,7 @@ def message_weights(models: FloatArray, alpha: float, sigma: float) -> npt.NDArr
     """Return ξ_ij = α A'(||w_i − w_j||²) for j ≠ i and ξ_ii = 1 − Σ_j ξ_ij, with A(x) = 1 − exp(−x/σ).
 
     The paper chooses α small enough that ξ_ii ≥ 0. If the ξ_ij with j ≠ i in a row sum to more than 1, the function
-    rescales them to a sum of 1. u_i therefore remains a convex combination.
+    rescales them so that they sum to 1. u_i therefore remains a convex combination.
 
     Parameters
     ----------

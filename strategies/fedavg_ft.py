@@ -109,7 +109,7 @@ class FedAvgFT(PersonalisedStrategy):
         super().initialise()
 
     def returns(self, server_round: int, client: int) -> tuple[str, ...]:
-        """Return the name of the model, or no names while the clients fine-tune."""
+        """Return the name of the model's array, or no names while the clients fine-tune."""
         return () if self._tunes(server_round) else super().returns(server_round, client)
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:

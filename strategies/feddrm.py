@@ -34,7 +34,7 @@ class FedDRMSettings(MethodSettings, robust=True, point="served"):
         minimum=0,
         maximum=1,
         search=Search(0.3, 0.98),
-        source="Figure 4, where 0.8 is best; the authors' configs/feddrm.yaml has 0.9",
+        source="Figure 4, where 0.8 is best; the authors' configs/feddrm.yaml uses 0.9",
     )
     routing: str = setting(
         "density",
@@ -70,8 +70,8 @@ class FedDRMSettings(MethodSettings, robust=True, point="served"):
         server_state={"model": "shared layers (d_s,)"},
         client_state={"personal": "class classifier (α_i, β_i)"},
         scored="The served model, because the authors score the averaged layers with each client's classifier before "
-        "the next local training, weighted by n_i. For system accuracy, each pooled test sample is classified "
-        "by the client to which it is routed.",
+        "the next local training, and weight the clients' scores by n_i. For system accuracy, each pooled test sample "
+        "is classified by the client to which it is routed.",
         deviations=(
             "A client that `holdout-clients` sets aside never trains, so no query is routed to it.",
             "The mean covers the clients of the round. In the paper all clients take part in every round.",
@@ -81,8 +81,8 @@ class FedDRMSettings(MethodSettings, robust=True, point="served"):
             "the class-balanced data. The paper has no class weights.",
             "Linear layers start from PyTorch's default initialisation. The paper's Kaiming-normal initialisation "
             "is `linear-init=kaiming`, which the settings of the paper's experiments select.",
-            "BatchNorm's running statistics are averaged with the other shared entries. The paper's networks have "
-            "GroupNorm and LayerNorm only.",
+            "BatchNorm's running statistics are averaged with the other shared entries. The paper's networks use "
+            "only GroupNorm and LayerNorm.",
         ),
         program=Program(
             "zijianwang0510/FedDRM",

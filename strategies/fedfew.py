@@ -115,7 +115,7 @@ class FedFewSettings(
             "L_ik ← (n_i / Σ_j n_j) L_ik (footnote 2)",
             "w_ik = exp(−L_ik / μ) / S_i with S_i = Σ_k exp(−L_ik / μ) (Eq. 12)",
             "α_i = S_i⁻¹ / Σ_j S_j⁻¹ (Eq. 11)",
-            "θ_k ← θ_k + η_s Σ_i α_i w_ik Δ_ik with Δ_ik = θ_ik − θ_k for −η g_ik (Eq. 13; Algorithm 1, line 15)",
+            "θ_k ← θ_k + η_s Σ_i α_i w_ik Δ_ik; Δ_ik = θ_ik − θ_k replaces −η g_ik (Eq. 13; Algorithm 1, line 15)",
             "g = μ log Σ_i S_i⁻¹, the objective, which Posy records in every round (Eq. 9)",
             "k_i = argmin_k L_i(θ_k) over the training samples (Algorithm 1, lines 19–24)",
         ),
@@ -137,11 +137,11 @@ class FedFewSettings(
         deviations=(
             "`fedfew-full-steps=true` divides the step of each model by Σ_i α_i w_ik. In the paper these sums add up "
             "to 1 over all models, so the K models share one step. As a result, most clients end up with the same "
-            "model. On 3,000 images of CIFAR-10 with Dir(0.1), one model has a served accuracy of 22.4 %. Three models "
-            "reach 23.4 % with the paper's steps and 34.0 % with full steps (docs/results.md). "
+            "model. On 3,000 images of CIFAR-10 with Dir(0.1), one model reaches a served accuracy of 22.4 %. Three "
+            "models reach 23.4 % with the paper's steps and 34.0 % with full steps (docs/results.md). "
             "`fedfew-full-steps=false` selects the paper's steps.",
-            "Each model starts from its own seed. The authors' program copies one model K times and shuffles the "
-            "samples for each model: `fedfew-initialisation=same fedfew-batches=own`, which the settings of the "
+            "Each model is initialised with its own seed. The authors' program copies one model K times and shuffles "
+            "the samples for each model: `fedfew-initialisation=same fedfew-batches=own`, which the settings of the "
             "paper's experiments select.",
             "The server scales the steps of the parameters by `fedfew-server-lr`, but not the steps of BatchNorm's "
             "running statistics, because an extrapolated variance can be negative. The authors' program keeps the "
@@ -298,7 +298,7 @@ def stch_weights(losses: Float64, mu: float) -> STCHWeights:
 def server_step(
     models: FloatArray, deltas: list[Any], weights: STCHWeights, server_lr: float, full: bool = False
 ) -> FloatArray:
-    """Return θ_k + η_s Σ_i α_i w_ik Δ_ik (Eq. 13 with Δ for −η∇L).
+    """Return θ_k + η_s Σ_i α_i w_ik Δ_ik (Eq. 13 with Δ instead of −η∇L).
 
     The products α_i w_ik sum to 1 over all i and k. The K models therefore share one step, and the model with the
     largest weights learns fastest. ``full`` divides each model's products by their sum, which is not in the paper.

@@ -82,7 +82,7 @@ class FedFomoSettings(MethodSettings, robust="its server passes individual model
             "weights.",
             "The distance is the L2 norm, whereas the authors' program uses the L1 norm by default "
             "(`fedfomo-distance=l1`).",
-            "With `validation-fraction` the same samples determine the weights of the models and the best round.",
+            "With `validation-fraction` the same samples determine both the models' weights and the best round.",
             "A client with one training sample and no validation samples compares models on that training sample.",
         ),
         program=Program(
@@ -119,7 +119,7 @@ class FedFomoSettings(MethodSettings, robust="its server passes individual model
     )
     validation: float = setting(
         0.2,
-        "fraction of each client's training samples that it sets aside for comparing models; 0: compare models on the "
+        "fraction of the training samples that each client sets aside for comparing models; 0: compare models on the "
         "training samples",
         source="the authors' README, --train_split 0.8",
         needs="validation-fraction = 0",

@@ -92,7 +92,7 @@ class FedMGDASettings(MethodSettings, robust="its server weights updates by the 
         maximum=1,
     )
     normalise: bool = setting(
-        True, "divide each update by its length before mixing", source="Algorithm 1, line 5: the " + " in FedMGDA+"
+        True, "divide each update by its length before mixing", source="Algorithm 1, line 5: the `+` in FedMGDA+"
     )
 
     @property

@@ -131,7 +131,7 @@ class FedMTL(AttentionStrategy):
         return weights
 
     def reference(self, client: int, arrays: Arrays) -> Arrays:
-        """Return the model that the client's training starts from: its own, or the initial model if it has none."""
+        """Return the model from which the client's training starts: the client's model, or else the initial model."""
         return {"model": self.client_model(client, self.initial())}
 
     def train_config(self, server_round: int, client: int) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def learnt_relations(products: Float64) -> Float64:
 
     MOCHA's Ω is Σ⁻¹, but equal models make Σ singular. The function therefore adds 1/M to Σ's diagonal. It divides the
     inverse by M, so that λ has the same meaning for any number of clients. Equal models give I − 11ᵀ / (M + 1), which
-    is close to tying each model to the mean. Orthogonal models of equal length give I / 2, which means no ties.
+    is close to tying each model to the mean. Orthogonal models of equal length give I / 2, so no models are tied.
 
     Parameters
     ----------

@@ -70,7 +70,7 @@ class FedNHSettings(
         sent={"model (d,)": "the body θ, and the prototypes W as its head"},
         returned={
             "model (d,)": "the trained body θ_i, with the received head",
-            "directions (C, D)": "n_ic / n_i · μ_ic, the mean direction of each class times its share",
+            "directions (C, D)": "n_ic / n_i · μ_ic, the mean direction of each class times the class's share",
         },
         server_state={"model": "the body θ, and the prototypes W as its head (d,)"},
         client_state={},
@@ -119,7 +119,8 @@ class FedNH(PersonalisedStrategy):
         if run.secure_aggregation and run.client_weights == "uniform":
             raise SettingsError(
                 "client-weights = 'uniform' with method = 'fednh' and secure-aggregation = true: the prototypes are "
-                "weighted by samples, but the server sees only one sum; set one of the two settings to its default"
+                "weighted by number of samples, but the server sees only one sum; set one of the two settings to its "
+                "default"
             )
         super().initialise()
 

@@ -115,7 +115,7 @@ class FedPACSettings(
         deviations=(
             "The program sets weights α below 0.001 to zero. Posy keeps them.",
             "Samples of a class without a global mean do not contribute to R_i. From round 2 on, the program pulls "
-            "them towards the client's class mean before training.",
+            "them towards the client's class mean, computed before training.",
             "The program fixes SGD's momentum at 0.5 and weight decay at 0.0005. Posy has settings for both.",
         ),
         program=Program(

@@ -4,8 +4,9 @@ A prototype is the mean of a class's features, which are the inputs of the head 
 clients' prototypes for each class. A client pulls its features towards these averages (Eq. 7), and predicts the class
 of the nearest average (Eq. 4).
 
-``served`` scores a client's network with the prototypes just received. ``local`` scores it with the prototypes received
-before its last training. For a class without a received prototype, it uses the client's own.
+``served`` scores a client's network with the prototypes just received. ``local`` scores the network with the prototypes
+received before its last training. For a class without a received prototype, ``local`` uses the
+client's own prototype.
 """
 
 from collections.abc import Mapping
@@ -140,7 +141,7 @@ class FedProto(PersonalisedStrategy):
         check_class_counts(arrays["counts"], self.clients[client].num_train)
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
-        """Average the prototypes of each class over the clients that have it."""
+        """Average the prototypes of each class over the clients that have the class."""
         counts = class_counts(updates)
         self.prototypes = mean_prototypes(stacked(updates, "prototypes"), counts, self.prototypes)
         self.known = np.maximum(self.known, counts.any(axis=0)).astype(np.float32)

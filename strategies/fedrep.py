@@ -1,6 +1,6 @@
 """FedRep (Collins et al., 2021): clients share a body and have personal heads.
 
-In each round, a client first trains its head with the served body fixed, then the body with its new head fixed.
+In each round, a client first trains its head on the fixed served body, and then the body with the new head fixed.
 """
 
 from typing import TYPE_CHECKING
@@ -44,7 +44,7 @@ class FedRepSettings(MethodSettings, robust=True, point="served"):
             "Clients are weighted by number of samples, whereas the paper weights them equally "
             "(`client-weights=uniform`).",
             "Momentum is reset before the head trains, and again before the body trains. The authors' program "
-            "uses one optimiser for both phases, which skips frozen layers.",
+            "uses the same optimiser, which skips frozen layers, for both phases.",
             "While the head trains, BatchNorm layers of the body use their running statistics without updating them. "
             "The authors' networks have no BatchNorm.",
             "After the last round, the authors' program also trains every client's head for ten more epochs and "

@@ -66,9 +66,9 @@ class ServerHooks:
         """The newcomers' scores, keyed by client."""
         self.record = RoundRecord(0)
         self.resumed_after = 0
-        """Number of rounds that were finished before this process resumed the run."""
+        """Number of rounds that were completed before this process resumed the run."""
         self.finished_in: list[int] = []
-        """For each array in the list ``sent_once``, the round after which it was complete."""
+        """For each array in the list ``sent_once``, the round that completed it."""
         self.dp_clip = np.array([self.settings.train.dp_clip])
         """The norm to which clients clip their updates in the next round; adaptive clipping changes it."""
         self.class_counts: npt.NDArray[np.int64] | None = None

@@ -61,7 +61,7 @@ class IFCASettings(
             "Clients are weighted by number of samples, whereas the paper weights them equally "
             "(`client-weights=uniform`).",
             "The K models start from independent random weights. The authors' program for CIFAR-10 draws them again "
-            "until each model has a share of the clients.",
+            "until enough clients choose each model.",
             "Algorithm 1 also has gradient averaging, which divides by the number of all clients. Posy implements only "
             "model averaging.",
         ),
@@ -94,7 +94,7 @@ class IFCASettings(
         if not np.array_equal(first, second):
             return ()
         return (
-            "`weights` gives all cluster models the same start, so all clients stay in cluster 0, and the run is "
+            "`weights` initialises all cluster models identically, so all clients stay in cluster 0, and the run is "
             "equivalent to FedAvg",
         )
 

@@ -46,7 +46,7 @@ class LatestModels(PersonalisedStrategy):
         return self.models[np.searchsorted(self.seen, clients)]
 
     def client_model(self, client: int, default: FloatArray) -> FloatArray:
-        """Return the model ``(d,)`` that the client stores, or a default if it has none."""
+        """Return the model ``(d,)`` that the client stores, or a default if it stores none."""
         if client not in self.seen or self.stateless[client]:
             return default
         return self.models[np.searchsorted(self.seen, client)]

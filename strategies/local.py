@@ -21,7 +21,7 @@ class LocalSettings(MethodSettings, robust="its clients do not send a model"):
 
     card = MethodCard(
         paper=None,
-        equations=("w_i ← w_i − η ∇f_i(w_i; b) for each mini-batch b, in every round from the last w_i",),
+        equations=("w_i ← w_i − η ∇f_i(w_i; b) for each mini-batch b; every round starts from the last w_i",),
         sent={},
         returned={},
         server_state={},
@@ -47,7 +47,7 @@ class LocalSettings(MethodSettings, robust="its clients do not send a model"):
 
 
 class Local(PersonalisedStrategy):
-    """Let the clients train, and aggregate nothing."""
+    """Have the clients train, and aggregate nothing."""
 
     state = ()
 

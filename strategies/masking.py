@@ -91,7 +91,7 @@ def encoded_numbers(numbers: Sequence[int]) -> Words:
         If a number is negative or at least 2^64.
     """
     if not all(0 <= number < 1 << (LIMBS * LIMB_BITS) for number in numbers):
-        raise OutOfRangeError("a score is too large for its words; the model has diverged")
+        raise OutOfRangeError("a score is too large to encode; the model has diverged")
     limbs = [number >> (LIMB_BITS * limb) & (2**LIMB_BITS - 1) for number in numbers for limb in range(LIMBS)]
     return np.array(limbs, np.uint32)
 

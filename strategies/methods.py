@@ -62,7 +62,7 @@ _CLASSES = METHODS | REFERENCES
 
 
 def class_prefix(method: str) -> str:
-    """Return the prefix of the class names of one of Posy's methods or references."""
+    """Return the class-name prefix of one of Posy's methods or references."""
     return _CLASSES[method]
 
 

@@ -92,7 +92,7 @@ class PerFedAvgSettings(MethodSettings, robust=True):
             "Momentum, weight decay, clipping and Adam act on the meta-gradient, whereas the adaptation is plain SGD.",
             "The adaptation before evaluation uses training data, whereas the program of pFedMe's authors uses test "
             "data.",
-            "BatchNorm's running statistics come from the forward passes at w, before the adaptation.",
+            "BatchNorm's running statistics are updated in the forward passes at w, before the adaptation.",
         ),
         program=Program(
             "CharlieDinh/pFedMe",

@@ -78,11 +78,12 @@ class PFedFDASettings(
             "training (server_fedfda.py, evaluate_personalized)."
         ),
         deviations=(
-            "Local Gaussians come from the features of the trained body. The authors' program collects the "
+            "Local Gaussians are fitted to the features of the trained body. The authors' program collects the "
             "features of each mini-batch in all epochs, before the optimiser's step (`pfedfda-features=training`).",
-            "The means and the covariance share one β. The authors' program has a separate β for each by default "
+            "The means and the covariance share one β. The authors' program uses a separate β for each by default "
             "(`pfedfda-betas=two`).",
-            "β is the best of 11 values from 0 to 1 (with two β, of 121 pairs). The authors' program uses L-BFGS.",
+            "β is the best of 11 values from 0 to 1 (with two β, the best of 121 pairs). The authors' program uses "
+            "L-BFGS.",
             "A class with at most `pfedfda-folds` samples uses its global mean. During training, the authors' program "
             "compares the client's total number of samples instead, so nearly every class uses its local mean.",
             "`pfedfda-ridge` is added to the diagonal of Σ_i. The authors' program adds 1 to the diagonal and 1e-4 to "

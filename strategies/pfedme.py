@@ -56,8 +56,8 @@ class PFedMeSettings(MethodSettings, robust=True):
     )
     clients: str = setting(
         "all",
-        "clients that train in a round: `all`, which updates every personal model but takes 1 / fraction-train times "
-        "as much training, or only the `cohort` that the server aggregates",
+        "clients that train in a round: only the `cohort` that the server aggregates, or `all`, which updates every "
+        "personal model but takes 1 / fraction-train times as much training",
         source="Algorithm 1: all clients train, and a uniform sample sends its model",
         needs="fraction-train < 1",
         choices=("all", "cohort"),
@@ -72,7 +72,7 @@ class PFedMeSettings(MethodSettings, robust=True):
     )
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
-        """Warn if the steps towards the personal model diverge."""
+        """Warn if the steps towards the personal model would diverge."""
         if self.strength * self.personal_lr < 2:
             return ()
         return (
@@ -99,15 +99,15 @@ class PFedMeSettings(MethodSettings, robust=True):
         client_state={"model": "the personal model θ_i (d,), or w_i with `pfedme-scored=w`"},
         scored=(
             "The local model θ_i, because the paper scores the personalised model. The variable that the authors' "
-            "program scores refers to w_i at that point (`pfedme-scored=w`)."
+            "program scores contains w_i at the time of scoring (`pfedme-scored=w`)."
         ),
         deviations=(
             "The mean over clients is weighted by number of samples, as in the authors' program. In the paper, it is "
             "uniform (`client-weights=uniform`).",
             "θ starts at w and continues from mini-batch to mini-batch, as in the authors' program. The paper does not "
             "specify the starting point.",
-            "`weight-decay` is part of f_i. The authors' program uses a decay of 0.001 for θ. The paper uses 0, and so "
-            "does Posy.",
+            "`weight-decay` is part of f_i. The authors' program uses a weight decay of 0.001 for θ. The paper uses 0, "
+            "and so does Posy.",
             "`local-epochs` counts passes over the data. In the paper and its program, R counts mini-batches "
             "(`local-steps`).",
             "If the network has BatchNorm layers, w_i uses θ's running statistics, because the method never runs a "

@@ -126,10 +126,10 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
     )
     final_epochs: int = setting(
         0,
-        "number of epochs in the last round of a stage, which then trains only the personal layers, as at the end of "
-        "FedRep's program; 0: the last round is an ordinary round",
+        "number of epochs in the last round of a stage, which then trains only the personal layers, as FedRep's "
+        "program does at the end; 0: the last round is an ordinary round",
         minimum=0,
-        source="Algorithm 1, which lacks these epochs; FedRep's models/Update.py has 10",
+        source="Algorithm 1, which lacks these epochs; FedRep's models/Update.py uses 10",
     )
     fixed_head: int = setting(
         0,
@@ -183,7 +183,7 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
             "Algorithm 1 and Appendix A.4 describe different reductions. `ppfe-reduction=svd` is Algorithm 1's. "
             "`svd-fedavg` is the appendix's reduction, and the papers' settings select it. It transmits 98.8, 83.8 and "
             "19.5 % of the CIFAR-100 network's parameters, as Section 6.3.3 reports.",
-            "Eq. 7 gives hard samples less weight. Algorithm 1 and AdaBoost give them more, and so does Posy.",
+            "Eq. 7 gives hard samples less weight. Posy gives them more weight, as in Algorithm 1 and AdaBoost.",
             "Algorithm 1, line 21, uses the coefficient of the new stage before it is computed. In Posy, the new model "
             "enters the ensemble with a coefficient that is computed from this model's error alone.",
             "ε is clipped to [1e-6, 1 − 1e-6], so that β is finite.",
@@ -193,12 +193,12 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
             "1997) with half of its exponent. The ensemble is the mean of the values, weighted by β as in Eq. 8, "
             "whereas AdaBoost.R2 uses a weighted median. A stage with ε > ½ has no weight.",
             "With `class-weights=balanced` ω starts at the class weights instead of 1. The paper has no class weights.",
-            "A client that misses the end of a stage closes it at its next message, with the personal layers of its "
-            "last training. A client that loses its state closes all finished stages again, with untrained personal "
-            "layers.",
+            "A client that misses the end of a stage completes the stage at its next message, with the personal layers "
+            "of its last training. A client that loses its state completes all finished stages again, with untrained "
+            "personal layers.",
         ),
         no_program="The authors' program was published anonymously (anonymous.4open.science/r/PPFE-6E7C) and cannot be "
-        "fetched. Tests recompute stages, coefficients and sample weights in NumPy.",
+        "downloaded. Tests recompute stages, coefficients and sample weights in NumPy.",
     )
 
     @property
@@ -220,7 +220,7 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
             if self.stages > 1:
                 shallow = len(network.layer_names) == 1
                 reason = f"model = {network.model!r} has one layer" if shallow else "num-server-rounds = 1"
-            return (f"{reason}, so the only stage equals method = 'fedavg'; choose more stages and a deeper network",)
+            return (f"{reason}, so the run is equivalent to FedAvg; choose more stages and a deeper network",)
         if self.body_lr_factor != 1 and self.body_lr_stage > planned:
             notices.append(
                 f"ppfe-body-lr-stage = {self.body_lr_stage}: there are {planned} stages, so ppfe-body-lr-factor never "
@@ -233,7 +233,7 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage: its network, its personal layers, and the layers that become personal in it.
+    """One stage: its network, its personal layers, and the layers that become personal in this stage.
 
     The ``restarted`` layers start from stage 1's model instead of the previous stage's.
     """
@@ -431,5 +431,5 @@ def _numbers(key: str, text: str) -> list[int]:
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        raise SettingsError(f"{key} holds {text!r}: it must be whole numbers >= 1, separated by commas")
+        raise SettingsError(f"{key} contains {text!r}, which must consist of whole numbers >= 1, separated by commas")
     return numbers

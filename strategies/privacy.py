@@ -2,8 +2,8 @@
 
 The setting ``dp`` names the party that adds the noise, and ``dp-epsilon`` is the ε of the whole run:
 
-- ``local``: each client clips its update to the norm C (``dp-clip``) and adds noise. The distance between its updates
-  for any two data sets is at most 2C.
+- ``local``: each client clips its update to the norm C (``dp-clip``) and adds noise. The distance between a client's
+  updates for any two data sets is at most 2C.
 - ``central``: each client clips its update to C, and the server adds noise to the sum. A client changes the sum by at
   most C. With secure aggregation, the clients add shares of the noise, and the server never sees a sum without noise.
 - ``sample``: DP-SGD (Abadi et al., 2016). Each client clips the gradient of each sample, and adds noise to their sum.
@@ -78,7 +78,7 @@ def planned_events(settings: Settings, num_train: int) -> list[Event]:
 def noise_multiplier(settings: Settings) -> float:
     """Return the noise multiplier per update at which the run as a whole satisfies (ε, δ).
 
-    T Gaussian mechanisms with noise multiplier z are equivalent to one with z/√T.
+    T Gaussian mechanisms with noise multiplier z are equivalent to a single mechanism with z/√T.
     """
     train = settings.train
     return math.sqrt(most_trainings(settings)) * noise_multiplier_for(train.dp_epsilon, train.dp_delta)
@@ -129,7 +129,7 @@ def reply_deviation(settings: Settings, threshold: int = 0) -> float:
 def clipped(arrays: NDArrays, references: NDArrays, clip: float) -> tuple[list[npt.NDArray[np.float64]], float]:
     """Return min(1, C / ‖Δ‖) Δ for the change Δ of the arrays, and the norm ‖Δ‖ over all arrays.
 
-    A change with NaN or infinite numbers becomes 0, because an error would reveal that training has diverged.
+    A change that contains NaN or infinite values becomes 0, because an error would reveal that training has diverged.
     """
     changed = changes(arrays, references)
     norm = norm_of(changed)
@@ -169,7 +169,7 @@ def noisy_sum(
 
 
 def split_noise(multiplier: float, cohort: int) -> tuple[float, float]:
-    """Return noise levels z_Δ for the sum and σ_b for the count that together cost as much as ``multiplier`` (z).
+    """Return noise levels z_Δ for the sum and σ_b for the count whose combined cost equals that of ``multiplier`` (z).
 
     z⁻² = z_Δ⁻² + (2σ_b)⁻² (Andrew et al., 2021, Theorem 1): the sum of the b_i − 1/2 has sensitivity 1/2. σ_b is a
     twentieth of the cohort but at least z, so that at least three quarters of the budget remain for the sum.

@@ -39,12 +39,12 @@ from posy.strategies.settings import Settings
 from posy.yaml12 import parse, read_yaml
 
 PAPERS = Path(__file__).resolve().parent.parent / "papers"
-"""Directory with a folder for each paper: its tables and figures, and experiments (settings files) in ``settings/``."""
+"""Directory with a folder for each paper's tables and figures, and for its experiments (files in ``settings/``)."""
 
 RENAMED: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "ifca-mean": ("client-weights", {"weighted": "samples", "uniform": "uniform"}),
 }
-"""Settings renamed since earlier versions, mapped to the current key and a map from earlier to current values."""
+"""Earlier keys of renamed settings, mapped to the current key and a mapping from earlier to current values."""
 REMOVED = ("dp-sensitivity",)
 """Settings of earlier versions that no longer exist, but that stored runs may contain."""
 
@@ -329,13 +329,13 @@ def unmet_conditions(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the reason for each setting that has no effect in a run, keyed by setting.
 
     The function checks the shared settings and the settings of the run's method, whether or not ``config`` sets them. A
-    setting has no effect if its condition (``Setting.needs``) is false, or if the published data set lacks its kind of
-    samples (``Setting.samples``).
+    setting has no effect if its condition (``Setting.needs``) is false, or if the published data set lacks the kind of
+    samples that the setting needs (``Setting.samples``).
 
     Parameters
     ----------
     config : mapping
-        Settings by key; a missing key has its default.
+        Settings by key; a missing setting has its default value.
     """
     method = _method(config)
     declarations = declared([method])
@@ -395,8 +395,8 @@ def normalised(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a stored run's settings under their current keys.
 
     A value that has no effect becomes the default, and a value above its limit becomes the limit. A missing setting
-    gets :attr:`Setting.earlier`, which keeps the behaviour from before the setting existed. If this value has no
-    effect, the default is added.
+    receives :attr:`Setting.earlier`, which keeps the behaviour from before the setting existed. If this value would
+    have no effect, the setting receives its default.
     """
     config = current_keys(config)
     declarations = declared([_method(config)])

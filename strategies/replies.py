@@ -40,7 +40,7 @@ SCORES = {
     for point in ("served", "local")
     for measure in (LOSS, *METRICS)
 }
-"""Keys of a client's scores with the measure of each: one key for each split, evaluation point and measure."""
+"""Keys of a client's scores, mapped to their measures: one key for each split, evaluation point and measure."""
 BLOCK = 16_384
 """Number of parameters that are processed at a time in double precision."""
 
@@ -63,7 +63,7 @@ class Update:
     """Weight of the client in the server's means, set by the server; None: ``num_examples``."""
     weight_factor: float = 1.0
     samples_factor: float = 1.0
-    """Factors by which ``max-client-weight`` scales the weight, and the number of samples in sums over samples."""
+    """Factors by which ``max-client-weight`` scales the client's weight, and its sample count in sums over samples."""
 
 
 @dataclass
@@ -362,6 +362,6 @@ def samples_of(metrics: Mapping[str, Any]) -> int:
 
 
 def client_of(message: Message) -> int:
-    """Return the client that receives a message."""
+    """Return the client to which a message is addressed."""
     number: Any = record_in(message.content, "config", ConfigRecord)["client"]
     return int(number)

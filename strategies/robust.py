@@ -25,7 +25,7 @@ Float64 = npt.NDArray[np.float64]
 SMOOTHING = 1e-6
 """Lower bound ν on the distances in the geometric median's weights (Pillutla et al., Algorithm 2)."""
 ITERATIONS, TOLERANCE = 1000, 1e-8
-"""Maximum number of iterations for the geometric median, and the relative change in the shares at which it stops."""
+"""Maximum number of iterations for the geometric median, and the relative change in the shares at which they stop."""
 
 
 class Combined(NamedTuple):
@@ -47,7 +47,7 @@ class Rule:
     name : str
         A value of the setting ``robust`` other than ``mean``.
     trim : float
-        Fraction of the clients that the trimmed mean cuts at each end.
+        Fraction of the clients' values that the trimmed mean removes at each end.
     attackers : int
         Number f of arbitrary models that Krum and Multi-Krum tolerate.
     selected : int

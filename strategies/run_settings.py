@@ -31,8 +31,8 @@ class TrainSettings:
 
     model: str = setting(
         "auto",
-        "network; `auto` chooses one for the data; a custom network is a function that takes the task and returns a "
-        "torch.nn.Module, or torchvision:NAME",
+        "network; `auto` chooses one for the data; a custom network is torchvision:NAME, or a function that takes the "
+        "task and returns a torch.nn.Module",
         choices=("auto", *MODELS),
         custom_kind="a network",
         synonyms=("arch", "architecture", "net", "network"),
@@ -139,11 +139,11 @@ class TrainSettings:
         0.0, "L2 weight decay; decoupled from the moments in AdamW", minimum=0, synonyms=("l2", "wd")
     )
     adam_beta1: float = setting(
-        0.9, "decay of Adam's mean of gradients", needs="optimizer = adam | adamw", minimum=0, maximum=0.9999
+        0.9, "decay rate of Adam's mean of gradients", needs="optimizer = adam | adamw", minimum=0, maximum=0.9999
     )
     adam_beta2: float = setting(
         0.999,
-        "decay of Adam's mean of squared gradients",
+        "decay rate of Adam's mean of squared gradients",
         needs="optimizer = adam | adamw",
         minimum=0,
         maximum=0.999999,
@@ -211,8 +211,8 @@ class TrainSettings:
     )
     dp_clip_quantile: float = setting(
         0.0,
-        "fraction of updates that adaptive clipping aims to leave unchanged; dp-clip is then the initial norm; 0: the "
-        "norm is fixed",
+        "fraction of updates that adaptive clipping aims to leave unchanged; dp-clip is then the initial clipping "
+        "norm; 0: the norm is fixed",
         source="Andrew et al., 2021: 0.5",
         needs="dp = central and secure-aggregation = false",
         minimum=0,
@@ -429,7 +429,8 @@ class RunSettings:
     patience: int = setting(
         0,
         "early stopping: number of evaluations without a better value of `metric` on the validation splits, after "
-        "which one last round follows; it uses the model (`served` or `local`) by which the method is scored; 0: off",
+        "which one last round follows; early stopping uses the model (`served` or `local`) by which the method is "
+        "scored; 0: off",
         needs="validation-fraction > 0",
         minimum=0,
         synonyms=("early-stopping", "early-stopping-rounds"),
@@ -484,7 +485,7 @@ class RunSettings:
         affects_results=False,
         synonyms=("logger", "tracker", "report-to"),
     )
-    resume: str = setting("", "name of a run in output-dir that resumes from its last checkpoint", once=True)
+    resume: str = setting("", "name of a run in output-dir to resume from its last checkpoint", once=True)
     state_memory: int = setting(
         4096,
         "MiB of memory for the clients' states in an in-process run; states beyond this limit go to disk; 0: all "

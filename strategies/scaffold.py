@@ -6,8 +6,8 @@ server's variate c estimates the mean gradient of all clients.
 The server stores c, but not the clients' c_i. Three rules keep c equal to the mean of the members' c_i:
 
 * A failed round changes neither c nor any c_i: clients start from their earlier states.
-* A member that the server has never reached has c_i = 0. It enters the mean in the first round in which it
-  receives a message.
+* A member that the server has never reached has c_i = 0. The member enters the mean in the first round
+  in which it receives a message.
 * If a client has lost its state, the server cannot subtract the client's c_i, so all variates restart at 0.
 """
 

@@ -95,7 +95,7 @@ class ScoreSums:
         return "train" if key == TRAIN else self.splits[key.removeprefix(key.partition("-")[0])]
 
     def has_sums(self, key: str) -> bool:
-        """Return whether the tally of a key contains the result of :meth:`sums_of`, instead of the accuracy alone."""
+        """Return whether the tally for a key contains the result of :meth:`sums_of`, instead of the accuracy alone."""
         if key == TRAIN:
             return False
         if self.task.target == VALUES:
@@ -107,7 +107,8 @@ class ScoreSums:
     def sums_of(self, predictions: Predictions) -> list[int] | None:
         """Return sums over the samples, from which metrics can be computed; None if the sums would be too large.
 
-        These are :class:`~posy.binned.BinnedScores` for classes and labels, and :mod:`posy.value_sums` for values.
+        These are :class:`~posy.binned.BinnedScores` for classes and labels, and the sums of
+        :mod:`posy.value_sums` for values.
         """
         if self.task.target == VALUES:
             return value_sums(predictions, self.task.value_mean, self.task.value_std)

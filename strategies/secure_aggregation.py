@@ -57,7 +57,7 @@ KEYS, SHARES, SURVIVORS, UNMASK = "keys", "shares", "survivors", "unmask"
 TRAINING, EVALUATION, STATISTICS = "", "evaluation", "statistics"
 """Suffixes of round names for updates, for scores, and for statistics of the sites' data."""
 NEXT = "next-round"
-"""Entry in a request of the stages survivors and unmask: the next round, whose keys or shares are requested early."""
+"""Entry in a ``survivors`` or ``unmask`` request: the next round, whose keys or shares are requested early."""
 AGAIN = "again"
 """Entry in a request for keys: any earlier keys and shares for this round are void."""
 MASKED = "masked"
@@ -92,7 +92,7 @@ def threshold_of(size: int, fraction: float) -> int:
 
 
 def fraction_of(threshold: float | str) -> float:
-    """Return the fraction in the setting ``secure-threshold``; for ``auto``, the default without signed keys."""
+    """Return the value of ``secure-threshold``; for ``auto``, the default fraction for runs without signed keys."""
     return DEFAULT_FRACTION if isinstance(threshold, str) else threshold
 
 
@@ -184,7 +184,7 @@ class View(NamedTuple):
         return max(-1, min(bounds))
 
     def digest(self) -> bytes:
-        """Return a digest of the view, which binds keys, shares, masks and signatures to it."""
+        """Return a digest of the view, which binds keys, shares, masks and signatures to the view."""
         return digest("view", *map(str, (self.reach, self.cohort_threshold, self.threshold, *self.cohort)))
 
     def entries(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from posy.strategies.arrays import Arrays
 from posy.strategies.hooks import ServerHooks
 
 FINISHED_IN = "finished-in"
-"""Name of the array with the round in which each array in the list ``sent_once`` was completed."""
+"""Name of the array that contains, for each array in the list ``sent_once``, the round that completed it."""
 
 
 def arrays_once(strategy: ServerHooks, first: int = 0) -> Arrays:
@@ -37,7 +37,7 @@ def load_state(strategy: ServerHooks, arrays: Mapping[str, npt.NDArray[np.generi
     Raises
     ------
     KeyError, ValueError
-        If an array is missing, or its type or shape differs from the strategy's array. The strategy then keeps its
+        If an array is missing, or differs from the strategy's array in type or shape. The strategy then keeps its
         state.
     """
     for name in _names(strategy):

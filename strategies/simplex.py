@@ -56,7 +56,7 @@ def minimise_on_simplex(
     if (largest := float(np.diag(a).max())) <= 0:
         return best
     diagonal = np.diag(a) / largest
-    # As a function of x = α / w, with Σ w_j x_j = 1, the quadratic has ones on its diagonal.
+    # As a function of x = α / w, with Σ w_j x_j = 1, the quadratic's matrix has ones on its diagonal.
     w = 1 / np.sqrt(np.maximum(diagonal, FLATTEST))
     scaled = a / largest * np.outer(w, w)
     length = 1 / float(np.linalg.eigvalsh(scaled)[-1])

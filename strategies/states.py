@@ -21,8 +21,8 @@ class ClientStates:
     """The versions of the clients' states.
 
     A version is named after the message whose reply may store it. For example, ``2-4-1`` stands for the evaluation of
-    round 4 after the run has been resumed twice. A run uses each name once, and the newest version of a client has the
-    largest numbers.
+    round 4 after the run has been resumed twice. A run uses each name once, and the newest version of a client's
+    state has the largest numbers.
     """
 
     attempt: int = 0

@@ -152,7 +152,7 @@ def test_rounds_of_the_stages():
     ("text", "stages", "total"), [("10,20", 3, 30), ("10,20", 2, 31), ("", 4, 3), ("a,b", 2, 2), ("0,2", 2, 2)]
 )
 def test_invalid_stage_rounds_are_errors(text, stages, total):
-    with pytest.raises(SettingsError, match=r"(ppfe-stage|num-server)-rounds (=|holds)"):
+    with pytest.raises(SettingsError, match=r"(ppfe-stage|num-server)-rounds (=|contains)"):
         stage_rounds(text, stages, total)
 
 

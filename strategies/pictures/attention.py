@@ -18,4 +18,4 @@ def draw(strategy: AttentionStrategy, folder: Path) -> None:
         figures.Panel(matrix[np.ix_(order, order)], f"round {number}", "client j", "client i", "attention")
         for number, matrix in zip(strategy.pictured, strategy.pictures, strict=True)
     ]
-    figures.heatmaps(panels, folder / "attention.png", title="Attention between clients, similar data side by side")
+    figures.heatmaps(panels, folder / "attention.png", title="Attention between clients, ordered by data similarity")
