@@ -114,6 +114,8 @@ def run(
     settings = read_settings(user_settings, where, stored_settings)
     if notice := merge_experiment(user_settings, where).notice:
         log(WARNING, "%s", notice)
+    if grid is None and settings.train.client_bounds:
+        log(WARNING, "client-bounds has no effect: only nodes have node configs; use client-settings in this run")
     with named_sources(user_settings, where, stored_settings):
         return _run(grid, settings, stored, begun, status)
 

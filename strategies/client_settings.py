@@ -63,6 +63,8 @@ def checked_entries(text: str) -> dict[str, dict[str, Scalar]]:
             raise SettingsError(f"client-settings: client {client} has {quoted(entries)}; allowed: `key: value` lines")
         if unknown := [key for key in entries if key not in KEYS]:
             raise SettingsError(f"{unknown[0]} in {where}: only {', '.join(KEYS)} can differ between clients")
+        if entries.get("local-epochs") and entries.get("local-steps"):
+            raise SettingsError(f"local-epochs in {where} has no effect with local-steps; remove one of the two")
         checked[str(client)] = {key: declarations[key].checked(key, value, where) for key, value in entries.items()}
     return checked
 
@@ -116,6 +118,13 @@ def check_clients(train: TrainSettings, num_clients: int, names: Sequence[str] |
         if client not in names_and_numbers and (names is not None or client.isdecimal()):
             hint = f" or {', '.join(names[:5])}{', …' * (len(names) > 5)}" if names else ""
             raise SettingsError(f"client-settings: client {client} does not exist; use 0 to {num_clients - 1}{hint}")
+        # Groups with numbers are called `group 10`, and client 1 may be group 10.
+        numbered = [name for name in names or () if name.rpartition(" ")[2] == client]
+        if client.isdecimal() and names and numbered and numbered[0] != (name := names[int(client)]):
+            raise SettingsError(
+                f"client-settings: client {client} is {name}, and client {names.index(numbered[0])} is {numbered[0]}; "
+                f"write {name} or {numbered[0]}"
+            )
 
 
 # -- the settings of a node -------------------------------------------------------------------------------

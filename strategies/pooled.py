@@ -18,6 +18,8 @@ class PooledSettings(MethodSettings, robust="one client trains the only model", 
         """Reject settings that concern several trained models, or that protect clients' data from the server."""
         one_model = "only one client trains, on the data of all clients"
         return {
+            "client-bounds": one_model,
+            "client-settings": one_model,
             "client-weights": one_model,
             "evaluate-training": "the training samples do not belong to individual clients",
             "fraction-train": one_model,

@@ -12,6 +12,7 @@ from posy.client_app.policy import violations
 from posy.data.policy import Policy
 from posy.server_app.app import run
 from posy.settings import SettingsError
+from posy.strategies.client_settings import check_clients
 from posy.strategies.registry import read_settings
 
 MakeConfig = Callable[..., dict[str, Any]]
@@ -53,6 +54,7 @@ def test_a_file_and_its_content_give_the_same_settings(tmp_path: Path) -> None:
         ('{"0": {"lr": -1}}', "lr = -1"),
         ('{"0": {"momentum": 0.5}}', "momentum"),
         ('{"0": 3}', "client 0"),
+        ('{"0": {"local-epochs": 2, "local-steps": 3}}', "local-epochs"),
         ("{", "client-settings"),
         ("missing.yaml", "missing.yaml"),
     ],
@@ -66,6 +68,24 @@ def test_wrong_client_settings_are_refused(text: str, key: str) -> None:
 def test_an_unknown_client_is_refused(make_config: MakeConfig) -> None:
     with pytest.raises(SettingsError, match="client-settings: client 7 does not exist"):
         run(None, make_config("fedavg", client_settings='{"7": {"lr": 0.1}}'))
+
+
+def test_the_number_of_a_group_is_not_mistaken_for_a_client() -> None:
+    names = ["group 1", "group 10", "group 2", "other"]
+    for client, accepted in {"group 10": True, "0": True, "1": False, "2": True, "3": True}.items():
+        train = read_settings({"method": "fedavg", "client-settings": json.dumps({client: {"lr": 0.1}})}).train
+        if accepted:
+            check_clients(train, len(names), names)
+        else:
+            with pytest.raises(SettingsError, match=f"client {client} is"):
+                check_clients(train, len(names), names)
+
+
+@pytest.mark.parametrize("key", ["client-settings", "client-bounds"])
+def test_pooled_training_refuses_settings_of_clients(key: str) -> None:
+    value = {"client-settings": '{"0": {"lr": 0.1}}', "client-bounds": "lr: 0.1..0.2"}[key]
+    with pytest.raises(SettingsError, match=key):
+        read_settings({"method": "pooled", key: value})
 
 
 def test_a_site_applies_its_policy_to_the_settings_of_each_client() -> None:
