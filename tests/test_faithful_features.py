@@ -68,7 +68,7 @@ def test_fedpac_trains_the_head_with_fedpac_head_lr(head_lr, rate, make_client):
 
 def test_fedpac_warns_if_one_client_trains_per_round(make_config, federate, warnings):
     federate(make_config("fedpac", fraction_train=0.25, num_server_rounds=1))
-    assert "fedpac: one client trains in a round" in warnings.text
+    assert "fedpac: only one client trains in each round" in warnings.text
     warnings.clear()
     federate(make_config("fedpac", num_server_rounds=1))
     assert "no heads are combined" not in warnings.text

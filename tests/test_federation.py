@@ -970,7 +970,7 @@ def test_a_run_continues_while_clients_leave_and_return(
     [
         ({"class-counts": [1, 2, 3]}, "class-counts have 3 classes"),
         ({"class-counts": [5, -1]}, "class-counts have 2 classes"),
-        ({"name": "a\nb"}, "its name is not a line"),
+        ({"name": "a\nb"}, "its name is not a single line"),
         ({"name": "a" * 101}, "at most 100 characters"),
         ({"num-train": 2.5}, "num-train = 2.5"),
         ({"num-train": "many"}, "malformed reply: TypeError"),

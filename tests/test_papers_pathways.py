@@ -171,11 +171,13 @@ def test_the_figures_text_matches_the_simulation(simulations: list[Panels]) -> N
     reached = {letter: [leading(panels[letter]) for panels in simulations] for letter in PANELS}
     both = {letter: [min(counts) > 0 for counts in reached[letter]] for letter in PANELS}
     assert sum(map(all, zip(*(both[letter] for letter in "abcd"), strict=True))) == 8
-    assert "(a) to (d) all lead to both outputs in 8 of the ten seeds." in text
+    assert "Models (a) to (d) all lead to both outputs in 8 of the ten seeds." in text
     single = {letter: sum(not reaches for reaches in both[letter]) for letter in "efhijk"}
     assert single == {"e": 10, "f": 10, "h": 9, "i": 8, "j": 6, "k": 3}
-    assert "(e) and (f) lead to only one output in 10 seeds, (h) in 9 seeds, and (i) in 8 seeds." in text
-    assert "(j) leads to both outputs in 4 seeds, and (k) in 7 seeds." in text
+    assert (
+        "(e) and (f) lead to only one output in all ten seeds, model (h) in 9 seeds, and model (i) in 8 seeds." in text
+    )
+    assert "model (j) leads to both outputs in 4 seeds, and model (k) in 7 seeds." in text
     # It is the output of the larger class.
     for letter, larger in (("e", 0), ("f", 1), ("h", 0), ("i", 1)):
         assert all(counts[larger] > counts[1 - larger] for counts in reached[letter])
@@ -185,7 +187,7 @@ def test_the_figures_text_matches_the_simulation(simulations: list[Panels]) -> N
     ]
     assert shared_counts == [6, 7, 5]
     assert "FedAvg's model shares at least 6 of its 8 largest weights with each of (a) to (c)" in text
-    assert "(h) and (i) share at least 7 with (e) and (f) respectively" in text
+    assert "(h) and (i) share at least 7 of these weights with (e) and (f) respectively" in text
     assert "(j) to (l) share at least 5 with (e) to (g)" in text
 
 
@@ -194,7 +196,7 @@ def test_the_figures_text_matches_longer_training() -> None:
     simulations = simulate(steps=3000)
     assert [sum(0 in leading(panels[letter]) for panels in simulations) for letter in "hi"] == [6, 2]
     text = " ".join(str(item("cwfedavg", "figure1").content["here"]).split())
-    assert "After 3000 steps, (h) leads to only one output in 6 seeds, and (i) in 2 seeds." in text
+    assert "After 3000 steps, model (h) leads to only one output in 6 seeds, and model (i) in 2 seeds." in text
     assert f"one round of {pathways.STEPS} steps" in text
 
 

@@ -195,9 +195,9 @@ def test_the_figures_text_matches_the_simulation() -> None:
     for ratio in (0.6, 0.8, 1.0, None):
         assert by[ratio]["local_one_penalty"] < by[ratio]["ppfe"] < by[ratio]["fedavg"]
     assert max(by[0.6]["ppfe"] - by[0.6]["local"], by[None]["ppfe"] - by[None]["local"]) < 0
-    assert f"the same error at r_p = 0.8 ({by[0.8]['ppfe']:.2f})" in text
+    assert f"the same error as PPFE at r_p = 0.8 ({by[0.8]['ppfe']:.2f})" in text
     assert f"{by[0.8]['local']:.2f}" == f"{by[0.8]['ppfe']:.2f}"
-    assert f"a lower error at 1 ({by[1.0]['local']:.3f} against {by[1.0]['ppfe']:.3f})" in text
+    assert f"a lower error at r_p = 1 ({by[1.0]['local']:.3f}, compared with {by[1.0]['ppfe']:.3f})" in text
     for ratio in (0.8, 1.0, None):  # where Local is nearest
         much = simulate(0, ratio=ratio, noise=4 * NOISE)
         assert much.ppfe < much.local

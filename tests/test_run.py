@@ -442,7 +442,7 @@ def test_lost_clients_are_skipped_and_counted(
     assert set(column(rows, 4, "served_accuracy")) == {0, 2}
     # A vote works without client 1, but routing sends client 1 queries that only it could answer.
     assert (summary["system-accuracy"] is None) is (method == "feddrm")
-    assert "models of clients [1] are missing" in warnings.text
+    assert "models of clients [1] from the last round are missing" in warnings.text
 
 
 def test_if_all_clients_diverge_the_model_is_unchanged_and_no_loss_recorded(make_config: MakeConfig) -> None:

@@ -165,7 +165,7 @@ def test_rows_with_different_validation_splits_are_rejected(file: Path) -> None:
 
 def test_two_searches_cannot_share_a_table(file: Path, tmp_path: Path) -> None:
     plan = read_plan(file)
-    with locked_output(plan.output / "tuning"), pytest.raises(SettingsError, match=r"another .* uses "):
+    with locked_output(plan.output / "tuning"), pytest.raises(SettingsError, match=r"another .* is using "):
         tuning.tune(plan, trials=1, jobs=1)
     with locked_output(plan.output / "tuning"):  # the lock was released
         assert plan.output.is_dir()
