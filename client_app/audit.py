@@ -140,7 +140,7 @@ def _problem_of(event: Mapping[str, Any], head: Head) -> str:
         return "a line before this one was changed, deleted or moved"
     if event["event"] == GAP:
         expected = "an unknown number of" if event["expected"] is None else event["expected"]
-        return f"events were removed before this line: the log had {event['found']} of {expected} events"
+        return f"events were removed before this line: the log contained only {event['found']} of {expected} events"
     return ""
 
 

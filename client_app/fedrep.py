@@ -1,4 +1,4 @@
-"""The FedRep client trains the head on a fixed body, then the body under a fixed head."""
+"""The FedRep client trains the head with the body fixed, then the body with the head fixed."""
 
 from dataclasses import replace
 

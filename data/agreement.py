@@ -193,7 +193,9 @@ def shape_in(settings: DataSettings, kind: str) -> tuple[int, ...]:
         form = forms.get(TASK_KINDS[kind], "one whole number")
         raise SettingsError(f"input-shape = {settings.input_shape!r}: for sample-kind = {kind!r} it must be {form}")
     if kind == "image" and shape[0] not in MODES:
-        raise SettingsError(f"input-shape = {settings.input_shape!r}: images have 1 or 3 channels, which come first")
+        raise SettingsError(
+            f"input-shape = {settings.input_shape!r}: images need 1 or 3 channels, in the first dimension"
+        )
     return shape
 
 

@@ -122,7 +122,7 @@ def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
     if kind == "iid" and dataset.task.target != CLASSES:
         log(INFO, "%s has no classes: Posy assigns samples to clients at random (partition = iid)", dataset.name)
     if kind == "given" and settings.partition != "given":
-        log(INFO, "%s comes partitioned over %s clients: Posy uses this partition", dataset.name, len(pairs))
+        log(INFO, "%s is already partitioned across %s clients: Posy uses this partition", dataset.name, len(pairs))
     for client, (train, _) in enumerate(pairs):
         if not len(train):
             raise DataError(f"partition {kind!r} of {dataset.name}: client {client} has no training sample")

@@ -279,7 +279,7 @@ class DataSettings:
     )
     image_size: int = setting(
         0,
-        "height and width of resized image files; 0: the size of the images, or 64 if their sizes differ",
+        "height and width to which image files are resized; 0: the images' own size, or 64 if their sizes differ",
         minimum=0,
         maximum=4096,
         needs="dataset != sites",

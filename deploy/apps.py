@@ -1,4 +1,4 @@
-"""Loads the ClientApp from a run's code in a node's worker."""
+"""Load the ClientApp of a run in a node's worker."""
 
 import importlib
 import sys

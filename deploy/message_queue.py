@@ -329,7 +329,7 @@ class MessageQueue:
         return None
 
     def _fail(self, parcel: Parcel, code: ErrorCode) -> Parcel:
-        """Set an error as the reply to a message, and return it."""
+        """Store an error reply to a message, and return the reply."""
         packed = packed_error(parcel.envelope, code, REASONS[code], time.time())
         reply = _parcel(packed.envelope, packed.tree)
         self._confirm(parcel)

@@ -43,7 +43,7 @@ def replace(path: Path, write: Callable[[Path], object], *, durable: bool = Fals
 
 
 def sync(path: Path) -> None:
-    """Wait until the content of a file, or the entries of a directory, have been written to the disk."""
+    """Wait until the content of a file, or the entries of a directory, have been written to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

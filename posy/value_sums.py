@@ -45,7 +45,7 @@ def value_sums(p: Predictions, mean: Sequence[float], std: Sequence[float]) -> l
 
 
 def metrics_of(numbers: Sequence[int], samples: int, std: Sequence[float]) -> dict[str, float]:
-    """Return MAE, RMSE and R² in the original unit, keyed by name, or an empty dictionary if the sums are impossible.
+    """Return MAE, RMSE and R² in the original unit, keyed by name, or an empty dictionary if the sums are inconsistent.
 
     Parameters
     ----------

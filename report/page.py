@@ -267,7 +267,7 @@ def _clients(groups: Sequence[Group]) -> Markup:
             _client(client, named.client_name(client), data, curves, mix, metric) for client in clients[:MOST_CLIENTS]
         ]
         points = ", ".join(f"{series.letter} {run.point}" for series, run in runs.items())
-        note = f"The scores are for seed {seed}. The runs are scored by these models: {points}. "
+        note = f"The scores are for seed {seed}. Scored models: {points}. "
         note += f"The client with the worst {metric.title} comes first."
         note += " Bars show the number of samples of each class." if mix else ""
         note += f" Only {MOST_CLIENTS} of {len(clients)} clients are shown." if len(clients) > MOST_CLIENTS else ""

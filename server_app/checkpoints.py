@@ -160,7 +160,7 @@ def resumption(
     strategy: PersonalisedStrategy,
     workspace: Workspace,
 ) -> Resumption:
-    """Load a run's newest checkpoint into the strategy, and return the resumption of the run from it.
+    """Load a run's newest checkpoint into the strategy, and return the data needed to resume the run.
 
     Raise :class:`SettingsError` if the run has no usable checkpoint or is complete, or if its data has changed.
     """

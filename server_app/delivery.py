@@ -206,7 +206,7 @@ class PollingGrid(WaveGrid):
             self.pace.note(delivery.phase, delivery.node, clock - delivery.sent)
         elif missing:
             in_time = clock < delivery.sent + delivery.message.metadata.ttl - CLOCK_SECONDS
-            # A missing node has left, unless the SuperLink was down shortly before.
+            # A missing node counts as having left, unless the SuperLink was down shortly before.
             absent = reply.error.code == ErrorCode.NODE_UNAVAILABLE and not clock < delivery.patience_ends < math.inf
             delivery.lost = self.real and in_time and not absent
 

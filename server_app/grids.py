@@ -57,7 +57,7 @@ class WaveGrid(PosyGrid):
         """Numbers of resent messages (``sent-again``) and of ``late-replies``. The recorder resets both counts."""
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Send the messages in waves, each with at most one message to a node, and return all replies.
+        """Send the messages in waves of at most one message per node, and return all replies.
 
         All waves share the timeout, after which no further wave is sent.
         """

@@ -44,7 +44,7 @@ class Totals:
     """Clients missing from the last evaluation."""
     scores: list[list[Evaluation]] = field(default_factory=lambda: [[], []])
     loss: list[list[Evaluation]] = field(default_factory=lambda: [[], []])
-    """The metric and the loss at each of :data:`POINTS`, in round order, without rounds that had no evaluation."""
+    """The metric and the loss at each of :data:`POINTS`, in round order, omitting rounds without an evaluation."""
     validation: list[list[Evaluation]] = field(default_factory=lambda: [[], []])
     """The run's metric on the validation splits, in the same format."""
     metrics: dict[str, Any] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from posy.yaml12 import parse, read_yaml
 KEYS = ("local-epochs", "local-steps", "batch-size", "lr")
 """The settings that can differ between clients."""
 NOT_SHARED = "not shared"
-"""The report of a node that has its own settings, but whose policy does not share them."""
+"""The report of a node that has its own settings, but whose policy does not allow it to share them."""
 NodeSettings = tuple[tuple[str, int | float], ...]
 """The settings of local training in a node config, as sorted pairs of key and value."""
 

@@ -107,7 +107,7 @@ class FedMTLSettings(
 
 
 class FedMTL(AttentionStrategy):
-    """Send client i the anchor of its tie, −Σ_{j≠i} Ω_ij w_j / Ω_ii, and the strength λ Ω_ii.
+    """Send client i the anchor of its regulariser, −Σ_{j≠i} Ω_ij w_j / Ω_ii, and the strength λ Ω_ii.
 
     The gradient of the tie, λ Σ_j Ω_ij w_j, is λ Ω_ii (w_i − anchor). The state also holds Ω_ii of the clients that
     have trained ``(m,)``.

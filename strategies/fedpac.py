@@ -38,7 +38,7 @@ class FedPACSettings(
 ):
     """Settings of FedPAC."""
 
-    needs_classes = "its clients align features to class means, and its server combines heads by class statistics"
+    needs_classes = "its clients align features with class means, and its server uses class statistics"
 
     sent = ("model", "head", "prototypes", "known")
     returned = reply(

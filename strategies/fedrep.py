@@ -28,7 +28,7 @@ class FedRepSettings(MethodSettings, robust=True, point="served"):
             "https://proceedings.mlr.press/v139/collins21a.html",
         ),
         equations=(
-            "h_i ← GRD(f_i(h_i, φ), h_i, α), repeated on the fixed body φ (Algorithm 1, client update of the head)",
+            "h_i ← GRD(f_i(h_i, φ), h_i, α), repeated with the body φ fixed (Algorithm 1, client update of the head)",
             "φ_i ← GRD(f_i(h_i, φ), φ, α) on the fixed new head (Algorithm 1, client update of the representation)",
             "φ ← mean of φ_i over the clients of the round (Algorithm 1, server update)",
         ),

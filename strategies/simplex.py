@@ -148,5 +148,5 @@ def _gap(a: Float64, point: Float64, box: Box) -> float:
     capacities = (w * (upper - lower))[order]
     amounts = np.clip(
         1 - w @ lower - (np.cumsum(capacities) - capacities), 0.0, capacities
-    )  # fill the coordinates with the smallest gradient first
+    )  # fill coordinates in ascending order of their gradient
     return float(gradient @ (w * (point - lower)) - gradient[order] @ amounts)

@@ -17,7 +17,7 @@ def check_target(run: RunSettings, data: DataSettings, train: TrainSettings, nee
     task = f"task = {TITLES[target]!r}"
     if not is_custom(train.loss) and train.loss not in (AUTO, *LOSSES[target]):
         raise SettingsError(
-            f"loss = {train.loss!r} does not suit {task}; choose auto, {', '.join(LOSSES[target])} or a custom loss"
+            f"loss = {train.loss!r} is not valid for {task}; choose auto, {', '.join(LOSSES[target])} or a custom loss"
         )
     if target == CLASSES:
         return

@@ -87,7 +87,7 @@ def test_a_model_stores_the_scale_of_its_client(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"num-clients": 3}, "num-clients = 3.* heart-disease comes with 4 clients"),
-        ({"partition": "iid", "num-clients": 5}, "heart-disease comes partitioned"),
+        ({"partition": "iid", "num-clients": 5}, "heart-disease is already partitioned"),
     ],
 )
 def test_other_clients_are_an_error(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ COLUMNS = 2 << 20
 """Maximum number of elements in a model's unfolded batch. A larger batch keeps a GPU busy even without unfolding,
 and its unfolded form would take too much memory."""
 FEW = 8
-"""Minimum ratio of an unfolded sample's size to the weights' size for a separate matrix product per sample.
+"""Minimum ratio of an unfolded sample's size to the weights' size at which each sample has its own matrix product.
 
 If a layer has few weights, its gradient is a small matrix, summed over many rows. A single product would leave most of
 a GPU idle.

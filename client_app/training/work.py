@@ -66,7 +66,7 @@ class Net:
     """The per-sample loss, or None for cross-entropy."""
 
     def __call__(self, x: Tensor, *options: Any) -> Any:
-        """Return the outputs for a batch of inputs. ``options`` are further arguments of the module's ``forward``."""
+        """Return the outputs for a batch. ``options`` are additional arguments to the module's ``forward``."""
         if self.resident:
             return self.module(x, *options)
         return functional_call(self.module, {**self.tensors, **self.numbers}, (x, *options))

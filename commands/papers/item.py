@@ -186,7 +186,7 @@ class Item:
 
     @property
     def kind(self) -> str:
-        """Name of the form in which Posy draws the item."""
+        """Kind of table or figure that Posy draws for the item."""
         return str(self.form.get("kind"))
 
     @property

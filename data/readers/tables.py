@@ -51,8 +51,8 @@ def read_csv(path: Path, columns: Columns = Columns()) -> Content:  # noqa: B008
     """Read a table whose header contains distinct names.
 
     :func:`posy.data.columns.roles` assigns roles to the columns, and :func:`posy.data.labels.written_label` reads the
-    labels. The text is the column ``text``, or the only input column if some of its cells are not numbers. Every other
-    column contains either numbers or categories. Notes list unused columns.
+    labels. The text is the column ``text``, or the only input column if some of its cells are not numbers. All other
+    columns contain either numbers or categories. Notes list unused columns.
 
     Raises
     ------
