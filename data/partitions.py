@@ -203,11 +203,11 @@ def _check(kind: str, dataset: Dataset, settings: DataSettings) -> None:
             )
         if dataset.given is None:
             raise SettingsError(
-                f"partition = 'given' needs data that comes partitioned (a PFLlib directory); {dataset.name} does not"
+                f"partition = 'given' needs data that is already partitioned (a PFLlib directory); {dataset.name} is not"
             )
         if settings.partition not in ("given", "natural", DataSettings.partition):
             raise SettingsError(
-                f"partition = {settings.partition!r}: {dataset.name} comes partitioned; remove partition, or set "
+                f"partition = {settings.partition!r}: {dataset.name} is already partitioned; remove partition, or set "
                 "it to 'given'"
             )
         if len(dataset.given) != clients:

@@ -72,7 +72,7 @@ class GRU(nn.Module):
 
 
 class TimeConvolution(nn.Module):
-    """A convolution over time, padded to keep T, with ReLU and max-pooling by 2, or a mean over time in the last block."""
+    """Convolve over time, padded to keep T, with ReLU and max-pooling by 2, or a mean over time in the last block."""
 
     def __init__(self, in_channels: int, out_channels: int, kernel: int, last: bool = False) -> None:
         super().__init__()
