@@ -1,5 +1,7 @@
 """The central test set: samples at the server that belong to no client."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from logging import WARNING
 from pathlib import Path
@@ -10,14 +12,14 @@ import torch
 from flwr.common.logger import log
 from torch import Tensor
 
-from posy.data.agreement import MODES, columns_in, statistics_in, task_of
+from posy.data.agreement import MODES, columns_in, difference, statistics_in, task_of
 from posy.data.client import cropped_once
 from posy.data.columns import Columns
 from posy.data.dataset import Content, Dataset, fixed_scale
 from posy.data.encoding import encoder_in
 from posy.data.errors import DataError
 from posy.data.inputs import Preprocessing, normalised
-from posy.data.readers.own import read_own
+from posy.data.readers.own import named_columns, read_own
 from posy.data.settings import CENTRAL_SET, SITES, DataSettings
 from posy.data.sites import check_content, check_sample_shape, encoded, numbers_in_run, targets_in_run
 from posy.data.task import STANDARDISED
@@ -64,7 +66,9 @@ def central_test(settings: DataSettings, dataset: Dataset | None, seed: int) -> 
     """
     if settings.central_test_data:
         preprocessing = agreed_preprocessing(settings) if dataset is None else Preprocessing.of(dataset, 0)
-        x, y = _prepared(read_central(settings, preprocessing), preprocessing)
+        with _naming_the_setting():
+            content = read_central(settings, preprocessing, () if dataset is None else dataset.label_columns)
+            x, y = _prepared(content, preprocessing)
     elif settings.test_set == CENTRAL_SET and dataset is not None and dataset.is_test is not None:
         preprocessing = Preprocessing.of(dataset, 0)
         x, y = dataset.x[dataset.is_test], dataset.y[dataset.is_test]
@@ -88,10 +92,23 @@ def agreed_preprocessing(settings: DataSettings) -> Preprocessing:
     return Preprocessing(task, kind, mean, std, (), columns, encoder_in(settings.encoder))
 
 
-def read_central(settings: DataSettings, preprocessing: Preprocessing | None = None) -> Content:
+@contextmanager
+def _naming_the_setting() -> Iterator[None]:
+    """Start the message of a :class:`DataError` with the key ``central-test-data``."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"central-test-data: {error}", error.code, error.column, error.count) from error
+
+
+def read_central(
+    settings: DataSettings, preprocessing: Preprocessing | None = None, labels: Sequence[str] = ()
+) -> Content:
     """Read the file or folder in ``central-test-data``; if it comes with a test set, return only that test set.
 
-    ``preprocessing`` is None before the sites of a run have agreed on a task. Images then keep their original size.
+    A table needs neither the group column nor the split column of the run. Images keep their original size if
+    ``preprocessing`` is None, before the sites of a run have agreed on a task. ``labels`` contains the names of the
+    label columns in the training data, if they are known; they apply if ``label-column`` is not set.
 
     Raises
     ------
@@ -101,7 +118,11 @@ def read_central(settings: DataSettings, preprocessing: Preprocessing | None = N
     path = Path(settings.central_test_data)
     if not exists(path):
         raise SettingsError(f"central-test-data = {str(path)!r}: this file or folder does not exist on the server")
-    size, mode, columns = None, None, Columns.of(settings)
+    size, mode, columns = None, None, replace(Columns.of(settings), of_no_client=True)
+    if "input-columns" not in named_columns(path):
+        columns = replace(columns, group="", split="")  # also the names of arrays and of columns in metadata.csv
+    if labels and not settings.label_column:
+        columns = replace(columns, label=labels[0], more_labels=tuple(labels[1:]))
     if preprocessing is not None:
         columns = replace(columns, kind=preprocessing.sample_kind)
         if preprocessing.encoder:
@@ -112,7 +133,7 @@ def read_central(settings: DataSettings, preprocessing: Preprocessing | None = N
     content = read_own(path, size, mode, columns=columns)
     if content.given is not None:
         raise DataError(
-            f"{path}: a PFLlib directory contains the samples of several clients; central-test-data needs one test set"
+            f"{path}: a PFLlib directory contains the samples of several clients; name a file or folder of one test set"
         )
     if content.is_test is None or not content.is_test.any():
         return content
@@ -126,7 +147,8 @@ def _prepared(content: Content, preprocessing: Preprocessing) -> tuple[np.ndarra
     Raise :class:`DataError` if the data does not suit the run.
     """
     task, kind, encoder = preprocessing.task, preprocessing.sample_kind, preprocessing.encoder
-    check_content(content, kind, task.target, preprocessing.columns)
+    check_content(content, kind, task.target, ())
+    _check_columns(content, preprocessing.columns)
     x = content.x
     if kind == "text":
         length, words = task.input_shape[0], preprocessing.words
@@ -147,6 +169,19 @@ def _prepared(content: Content, preprocessing: Preprocessing) -> tuple[np.ndarra
     return x, targets_in_run(content, task.class_names)
 
 
+def _check_columns(content: Content, names: tuple[str, ...]) -> None:
+    """Raise :class:`DataError` if the columns of the file differ from the columns ``names`` of the run."""
+    if taken := [name for name in content.label_columns if name in names]:
+        raise DataError(
+            f"{content.path}: no label column: the run uses {taken[0]} as an input; set label-column, or add the "
+            "column of the labels",
+            "label-column",
+            taken[0],
+        )
+    if content.columns and names and (mismatch := difference(content.columns, names)):
+        raise DataError(f"{content.path}: columns {mismatch}", "other-columns")
+
+
 def check_readable(settings: DataSettings) -> None:
     """Read ``central-test-data`` before the sites of a run answer, so that a wrong path or format fails at once.
 
@@ -156,4 +191,5 @@ def check_readable(settings: DataSettings) -> None:
         As in :func:`central_test`.
     """
     if settings.dataset == SITES and settings.central_test_data:
-        read_central(settings)
+        with _naming_the_setting():
+            read_central(settings)

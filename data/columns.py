@@ -40,6 +40,9 @@ class Columns:
     """Further label or value columns after ``label``; empty for classes."""
     kind: str = "auto"
     """The setting ``sample-kind``."""
+    of_no_client: bool = False
+    """Whether the rows are a central test set. The group and the split column may then be missing, and Posy does not
+    read them. :func:`posy.data.central.central_test` compares the input columns with the columns of the run."""
 
     @classmethod
     def of(cls, settings: DataSettings, label: str = "") -> Self:
@@ -111,6 +114,9 @@ def roles(
     has_rule = columns.target == CLASSES and columns.label not in header
     rule = LabelRule.parse(columns.label) if has_rule else None
     columns = replace(columns, label=rule.column) if rule else columns
+    if columns.of_no_client:
+        _check_central(header, columns, where)
+        return replace(_roles(header, columns, where, coded, images), rule=rule, group=None, split=None)
     assigned = replace(_roles(header, columns, where, coded, images), rule=rule)
     _check_categories(header, columns, assigned, where)
     return assigned
@@ -121,8 +127,7 @@ def _roles(header: Sequence[str], columns: Columns, where: str, coded: Sequence[
     _check_named(header, columns, where)
     lower = [title.lower() for title in header]
     inputs = tuple(header.index(name) for name in columns.inputs)
-    group = header.index(columns.group) if columns.group else None
-    split = header.index(columns.split) if columns.split else None
+    group, split = (header.index(n) if n and n in header else None for n in (columns.group, columns.split))
     free = [index for index in range(len(header)) if index not in inputs and index not in (group, split)]
     if not (columns.label or free):
         raise DataError(f"{where}: no column is left for the label; name fewer columns in input-columns")
@@ -137,7 +142,7 @@ def _roles(header: Sequence[str], columns: Columns, where: str, coded: Sequence[
             header[repeated[0]],
         )
     free = [index for index in free if index not in (label, *further)]
-    if group is None:
+    if not columns.group:
         group = next((index for index in free if lower[index] == "group"), None)
     remaining = [index for index in free if index != group]
     if not (inputs or remaining):
@@ -172,6 +177,8 @@ def _check_named(header: Sequence[str], columns: Columns, where: str) -> None:
     named = columns.named()
     for key, name in named:
         if name not in header:
+            if columns.of_no_client and key in ("group-column", "split-column"):
+                continue
             more = f" and {len(header) - _SHOWN} more" if len(header) > _SHOWN else ""
             shown = ", ".join(header[:_SHOWN]) + more
             raise DataError(
@@ -183,6 +190,18 @@ def _check_named(header: Sequence[str], columns: Columns, where: str) -> None:
             raise DataError(
                 f"{where}: the column {name!r} is named by {key} and by {other[0]}; name it in only one of them"
             )
+
+
+def _check_central(header: Sequence[str], columns: Columns, where: str) -> None:
+    """Raise :class:`DataError` if a central test set lacks the training data's label or a named input column."""
+    if missing := [name for name in (columns.label, *columns.more_labels) if name and name not in header]:
+        raise DataError(
+            f"{where} has no column {missing[0]}, which the training data uses as its label",
+            "missing-column",
+            missing[0],
+        )
+    if missing := [name for name in columns.inputs if name not in header]:
+        raise DataError(f"{where}: columns missing: {', '.join(missing)}", "missing-column", missing[0])
 
 
 def _label(header: Sequence[str], columns: Columns, free: Sequence[int], coded: Sequence[int]) -> tuple[int, list[str]]:

@@ -55,6 +55,7 @@ class Dataset:
     sample_kind: str = ""  # as in :class:`Content`
     words: tuple[str, ...] = ()  # vocabulary: word i has token i + 2; empty if words are hashed
     columns: tuple[str, ...] = ()  # names of the features, if the data has them
+    label_columns: tuple[str, ...] = ()  # names of the columns of the labels or values, if the data is a table
     order_seed: int = 0  # a site's secret seed for the order of its samples in batches; 0: use the run's seed
     client_scales: tuple[tuple[np.ndarray, np.ndarray], ...] = ()  # each client's mean and std, with scaling = client
     categories: Categories = ()  # as in :class:`Content`; empty after :func:`fitted`
@@ -83,6 +84,7 @@ class Content:
     class_names: tuple[str, ...] = ()  # if the data has them; the labels are then class indices 0..C-1
     target: str = CLASSES  # a target in posy.metrics; labels and values always have class_names
     columns: tuple[str, ...] = ()  # names of the features, if the data has them
+    label_columns: tuple[str, ...] = ()  # as in Dataset
     group_names: tuple[str, ...] = ()  # as in Dataset
     read_notes: tuple[str, ...] = ()  # one-sentence warnings about the data
     split_groups: np.ndarray | None = None  # as in Dataset

@@ -5,11 +5,14 @@ NumPy, scikit-learn and the stored models compute the expected scores from raw r
 
 import csv
 import json
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from nodes import POLICY, NodeGrid, class_folders, pfllib, table
@@ -20,7 +23,7 @@ import posy
 from posy.client_app.stored import ClientModel
 from posy.client_app.workspace import Workspace
 from posy.commands.cli import main
-from posy.data.central import agreed_preprocessing, central_test
+from posy.data.central import agreed_preprocessing, central_test, check_readable
 from posy.data.client import client_data
 from posy.data.datasets import load_clients
 from posy.data.errors import DataError
@@ -208,6 +211,46 @@ def test_raw_table_with_other_columns_order_and_an_unseen_category() -> None:
     assert scores["auroc"] > 0.7
 
 
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+@pytest.mark.parametrize("extra", [(), ("hospital",), ("hospital", "patient")])
+def test_central_rows_need_no_group_and_no_patient(suffix: str, extra: tuple[str, ...]) -> None:
+    """The cells of these columns may be empty. They change no sample, and are not features."""
+    frame = pd.DataFrame(raw_rows(120, 3)).replace({"?": "none", "": 50.0}).astype({"num": int, "age": float})
+    rows = frame.assign(hospital=np.arange(120) // 40, patient=np.arange(120) // 2)
+    rows.to_csv("train.csv", index=False)
+    test = frame[:30].assign(**dict.fromkeys(extra, None))
+    test.to_csv("test.csv", index=False)
+    test.to_parquet("test.parquet")
+    columns = {"group-column": "hospital", "split-column": "patient", "partition": "natural"}
+    config = {**RAW, **columns, "central-test-data": f"test.{suffix}", "num-clients": 3}
+    settings = read_settings(config).data
+    dataset, _ = load_clients(settings, Path(), 1)
+    central = central_test(settings, dataset, 1)
+    assert central is not None and dataset.encoder is not None
+    expected = (dataset.x[:30] - dataset.mean) / dataset.std
+    np.testing.assert_allclose(central.x, expected, rtol=1e-5, atol=1e-6)
+    assert central.y.tolist() == (frame["num"][:30] > 0).astype(int).tolist()
+
+
+def test_central_images_and_arrays_need_no_group_and_no_patient(folder: Path) -> None:
+    images(folder / "train")
+    images(folder / "test")
+    rows = [(file.relative_to("train").as_posix(), i) for i, file in enumerate(sorted(Path("train").rglob("*.png")))]
+    text = "".join(f"{name},h{number // 6},{number}\n" for name, number in rows)
+    Path("train/metadata.csv").write_text("file_name,hospital,patient\n" + text)
+    columns = {"group-column": "hospital", "split-column": "patient", "partition": "natural", "num-clients": 2}
+    settings = read_settings({**columns, "dataset": "train", "central-test-data": "test"}).data
+    assert len(rows) == 12
+    central = central_test(settings, load_clients(settings, Path(), 1)[0], 1)
+    assert central is not None and len(central.x) == 12
+    groups = {"groups_train": np.arange(40) // 20, "mrn_train": np.arange(40) // 2}
+    np.savez("train.npz", x_train=X[:40], y_train=Y[:40], **groups)
+    columns = {"split-column": "mrn", "partition": "natural", "num-clients": 2}
+    settings = read_settings({**columns, "dataset": "train.npz", "central-test-data": "a.npz"}).data
+    central = central_test(settings, load_clients(settings, Path(), 1)[0], 1)
+    assert central is not None and len(central.x) == 60
+
+
 # -- samples -----------------------------------------------------------------------------------------------
 
 
@@ -366,7 +409,8 @@ def test_the_server_of_a_federation_of_sites_scores_the_models_that_it_serves(
     ("settings", "error", "words"),
     [
         ({"central-test-data": "no.csv"}, SettingsError, "central-test-data = .*no.csv'"),
-        ({"central-test-data": "other.csv"}, DataError, "other.csv.*missing: f2; unknown: weight"),
+        ({"central-test-data": "other.csv"}, DataError, "other.csv: columns missing: f2; unknown: weight"),
+        ({"central-test-data": "other.csv", "input-columns": "f1,f2"}, DataError, "other.csv: columns missing: f2"),
         ({"central-test-data": "labels.csv"}, DataError, "labels.csv: label 'maybe' of sample 3"),
         ({"central-test-data": "a.npz"}, DataError, "a.npz: samples of shape 5"),
         ({"central-test-data": "text.txt"}, DataError, "text.txt"),
@@ -391,6 +435,43 @@ def test_a_wrong_central_test_set_is_rejected_before_round_1(
     with pytest.raises(error, match=words) as raised:
         run(None, QUICK | {"dataset": "train.csv", **settings})
     assert "\n" not in str(raised.value) and not Path("runs").exists()
+    if error is DataError:
+        assert str(raised.value).startswith("central-test-data: ")
+
+
+@pytest.mark.parametrize("label", ["label", "outcome"])
+def test_the_label_is_the_label_of_the_training_data(label: str) -> None:
+    """Without the label column, the last column of the central file is an input with categories."""
+    frame = pd.DataFrame(raw_rows(60, 3)).replace({"?": "none", "": 50.0})
+    frame[label] = [f"ill {row > 0}" for row in frame.pop("num")]  # the last column
+    frame.to_csv("train.csv", index=False)
+    frame[[label, "age", "pain"]].to_csv("first.csv", index=False)
+    frame[["age", "pain"]].to_csv("none.csv", index=False)
+    frame.assign(age=frame[label]).drop(columns=label).to_csv("wrong.csv", index=False)
+    config = {"dataset": "train.csv", "categories": "pain", "missing": "impute", "num-clients": 1, "partition": "iid"}
+    settings = read_settings({**config, "central-test-data": "first.csv"}).data
+    dataset, _ = load_clients(settings, Path(), 1)
+    central = central_test(settings, dataset, 1)
+    assert central is not None and central.y.tolist() == dataset.y.tolist()
+    for name in ("none.csv", "wrong.csv"):
+        with pytest.raises(DataError) as raised:
+            central_test(replace(settings, central_test_data=name), dataset, 1)
+        assert re.match(rf"central-test-data: .*{name} has no column {label}, .*training data", str(raised.value))
+        assert raised.value.column == label
+
+
+def test_the_server_of_sites_finds_that_the_label_is_missing() -> None:
+    """The server does not know the label of the sites; it knows the columns of the run after they have agreed."""
+    write_rows("none.csv", raw_rows(20, 1), ["num", "age", "pain"], ",")
+    config = {
+        "dataset": "sites", "sample-kind": "features", "classes": "0,1", "input-shape": "2", "feature-mean": "0",
+        "feature-std": "1", "feature-names": "pain,age", "categories": "pain", "central-test-data": "none.csv",
+        "missing": "impute",
+    }  # fmt: skip
+    settings = read_settings(config).data
+    check_readable(settings)
+    with pytest.raises(DataError, match=r"^central-test-data: .*none.csv: no label column: .*pain.*label-column"):
+        central_test(settings, None, 1)
 
 
 def test_the_server_of_sites_reads_its_file_before_it_asks_them(folder: Path) -> None:

@@ -269,11 +269,11 @@ def _targets(
     rows: _Rows, names: Sequence[str], header: Sequence[str], columns: Columns, assigned: Roles
 ) -> tuple[np.ndarray, dict[str, Any]]:
     """Return the classes ``(N,)``, or the labels or values ``(N, K)`` and their attributes of :class:`Content`."""
-    if columns.target == CLASSES:
-        return _labels(rows, names[assigned.label], assigned.rule), {}
     titles = tuple(header[index] for index in assigned.labels)
+    if columns.target == CLASSES:
+        return _labels(rows, names[assigned.label], assigned.rule), {"label_columns": titles}
     y, _ = as_targets(_numbers(rows, [names[i] for i in assigned.labels]), columns.target, rows.where, titles)
-    return y, {"target": columns.target, "class_names": titles}
+    return y, {"target": columns.target, "class_names": titles, "label_columns": titles}
 
 
 def _numbers(rows: _Rows, names: Sequence[str]) -> np.ndarray:

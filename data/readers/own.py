@@ -53,7 +53,7 @@ def as_dataset(content: Content, name: str, length: int = MAX_LENGTH) -> Dataset
     vocabulary = int(x.max()) + 1 if content.kind == "tokens" else 0
     for note in notes:
         _LOG.warning("%s: %s", content.path, note)
-    keys = ("groups", "group_names", "split_groups", "is_test", "given", "columns", "categories")
+    keys = ("groups", "group_names", "split_groups", "is_test", "given", "columns", "label_columns", "categories")
     attributes: dict[str, Any] = {key: getattr(content, key) for key in keys}
     attributes |= {"text_length": length, "target": target, "notes": notes}
     return make_dataset(name, content.kind, x, y, names, vocabulary, **attributes)

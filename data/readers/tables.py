@@ -213,6 +213,7 @@ def _content(
         raise table.problem(name_errors)
     attributes: dict[str, Any] = {"target": table.columns.target}
     label_names = [header[index] for index in assigned.labels]
+    attributes["label_columns"] = tuple(label_names)
     if table.targets:
         y, attributes["class_names"] = as_targets(np.array(labels), table.columns.target, str(path), label_names)
     else:
