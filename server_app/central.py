@@ -29,6 +29,8 @@ from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.columns import POINTS
 from posy.strategies.run_settings import metric_of
 
+UNSCORED = "the %s models have no scores on the central test set: %s"
+"""A warning, given the evaluation point and the reason."""
 MEASURES = ("mean", "std", "min", "max", "clients")
 """The entries of :class:`posy.spread.Spread` that a summary contains for each metric on the central test set."""
 Models = Iterable[tuple[Predictor, int]]
@@ -84,7 +86,7 @@ class CentralScores:
 
         The entry contains each metric's mean, standard deviation, minimum and maximum over the clients' models. If all
         clients share one model, it also contains bootstrap intervals over the samples. The log states the reason if the
-        models by which the method is scored are not available.
+        models by which the method is scored are not available, unless :attr:`notice` states it.
         """
         entry: dict[str, Any] = {"samples": len(self.test.y), "round": server_round}
         withheld = self._withheld
@@ -95,9 +97,21 @@ class CentralScores:
             scores = self._scores(served if point == "served" and served is not None else models)
             if scores:
                 entry[point] = scores
-            elif point == self.strategy.method.point:
-                log(WARNING, "the %s models have no scores on the central test set: %s", point, withheld or ON_NODES)
+            elif point == self.strategy.method.point and not self.notice:
+                log(WARNING, UNSCORED, point, withheld or ON_NODES)
         return entry
+
+    @property
+    def notice(self) -> str:
+        """Why the models by which the method is scored will have no scores, if this is known before the first round."""
+        point = self.strategy.method.point
+        reason = self._withheld
+        if not reason or (point == "served" and _has_served_models(self.strategy)):
+            return ""
+        text = UNSCORED % (point, reason)
+        if point == "local" and _has_served_models(self.strategy):
+            return f"{text}; the server scores the served models instead"
+        return f"{text}; {self._remedy}"
 
     def _scores(self, models: Models) -> dict[str, Any]:
         """Return the number of models, and the spread of each metric over the clients that use them."""
@@ -142,6 +156,19 @@ class CentralScores:
             return f"dp-scores = {settings.train.dp_scores!r} withholds the scores of the clients' models"
         return models_withheld(settings, self.workspace)
 
+    @property
+    def _remedy(self) -> str:
+        """How to obtain scores although the clients store no models for the server."""
+        settings, method = self.workspace.settings, "choose a method whose server has complete models"
+        if self.workspace.of_sites:
+            return method
+        needed = {
+            "secure-aggregation = false": settings.run.secure_aggregation,
+            "dp-scores = 'exact'": settings.train.withholds_scores,
+            "save-models = true": not settings.run.save_models,
+        }
+        return f"set {' and '.join(text for text, is_needed in needed.items() if is_needed)}, or {method}"
+
 
 def central_spread(values: Sequence[float]) -> dict[str, Any]:
     """Return the mean, standard deviation, minimum, maximum and number of the values in a nonempty sequence."""
@@ -156,12 +183,10 @@ def served_models(strategy: PersonalisedStrategy) -> list[tuple[Predictor, int]]
     The result is None if only the clients have the complete models, because a part of each stays on its client, or
     because clients compute them from the arrays that they receive.
     """
-    client, method = client_class(strategy.settings.run.method), strategy.method
-    hooks = (ClientHooks.served_model, ClientHooks.assembled)
-    if (client.served_model, client.assembled) != hooks or "model" not in method.sent:
+    if not _has_served_models(strategy):
         return None
     arrays = [strategy.serve(member)["model"] for member in strategy.members]
-    if strategy.shared.size < strategy.size or any(array.shape != (strategy.size,) for array in arrays):
+    if any(array.shape != (strategy.size,) for array in arrays):
         return None
     groups: dict[int, list[FloatArray]] = {}  # keyed by identity: clients of one model receive the same array
     for array in arrays:
@@ -172,6 +197,14 @@ def served_models(strategy: PersonalisedStrategy) -> list[tuple[Predictor, int]]
         strategy.shared.put(parameters, same[0])
         models.append((Predictor([Member(torch.from_numpy(parameters), strategy.architecture)]), len(same)))
     return models
+
+
+def _has_served_models(strategy: PersonalisedStrategy) -> bool:
+    """Return whether the clients use complete models as the server sends them."""
+    client = client_class(strategy.settings.run.method)
+    hooks = (ClientHooks.served_model, ClientHooks.assembled)
+    is_sent = (client.served_model, client.assembled) == hooks and "model" in strategy.method.sent
+    return is_sent and strategy.shared.size == strategy.size
 
 
 def stored_models(folder: Path, clients: Sequence[int], server_round: int) -> dict[str, list[Path]]:

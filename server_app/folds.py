@@ -114,8 +114,11 @@ class CrossValidation:
         }
         for each in finished.values():
             summary |= {key: each[key] for key in ("metric", "sites") if key in each}
+        notices = _shared_notices([*finished.values()])
         if self._recorder is not None and "metric" in summary:
             summary |= self._scores(self._recorder, finished, summary)
+        if notices := [*dict.fromkeys([*notices, *summary.get("notices", ())])]:
+            summary["notices"] = notices
         self.summary = self.directory.write_summary(summary)
 
     def _scores(
@@ -185,6 +188,12 @@ def _fold_entry(fold: int, summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return a fold's entry in the summary, with the mean score of its last round at each evaluation point."""
     means = {point: (summary[point]["last"] or {}).get("mean") for point in POINTS}
     return {"fold": fold, "rounds": summary["rounds"], **means}
+
+
+def _shared_notices(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the notices in the summaries of all folds. They concern the settings rather than the samples of a fold."""
+    lists = [each.get("notices", ()) for each in summaries]
+    return [notice for notice in lists[0] if all(notice in other for other in lists)] if lists else []
 
 
 def _central_over_folds(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

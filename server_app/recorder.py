@@ -117,6 +117,9 @@ class Recorder:
         self._memory = Memory(workspace.device)
         if resumption is not None:
             self._continue_from(resumption.checkpoint)
+        if self._central_scores and (notice := self._central_scores.notice):
+            log(WARNING, "%s", notice)
+            self.notices.append(notice)
         self.status.note(results=self.directory.path, rounds=self.strategy.settings.run.num_server_rounds)
         self._note_round()
         self._progress = Progress(run.num_server_rounds, self.columns.metric, done=self.rounds)

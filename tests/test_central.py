@@ -146,6 +146,36 @@ def test_a_missing_score_is_explained_in_one_line(warnings: pytest.LogCaptureFix
     assert "the served models have no scores on the central test set: it needs save-models" in warnings.text
 
 
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({"method": "fedrep", "secure-aggregation": True}, "set secure-aggregation = false, or choose a method"),
+        ({"method": "fedrep", "dp": "local", "dp-clip": 1.0}, "set dp-scores = 'exact', or choose a method"),
+        ({"method": "ditto", "secure-aggregation": True}, "the server scores the served models instead"),
+    ],
+)
+def test_missing_scores_are_announced_before_round_1(
+    settings: dict[str, Any], remedy: str, warnings: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The warning precedes the first round and is in the summary and in the printed table."""
+    config = QUICK | {"dataset": "a.npz", "test-set": "central", "model": "mlp", **settings}
+    started: set[str] = set()
+    run(None, config, begun=lambda path: started.update(record.getMessage() for record in warnings.records))
+    (notice,) = (text for text in started if "central test set" in text)
+    assert remedy in notice
+    summary = json.loads(Path("runs/a/summary.json").read_text())
+    assert summary["notices"] == [notice] and f"warning: {notice}" in capsys.readouterr().out
+    assert {text for record in warnings.records if "central test set" in (text := record.getMessage())} == {notice}
+    assert ("served" in summary["central"]) == (settings["method"] == "ditto")
+
+
+def test_folds_repeat_a_notice_of_all_folds() -> None:
+    run(None, QUICK | {"dataset": "a.npz", "test-set": "central", "folds": 2, "method": "fedrep", "model": "mlp",
+                       "secure-aggregation": True})  # fmt: skip
+    (notice,) = json.loads(Path("runs/a/summary.json").read_text())["notices"]
+    assert "set secure-aggregation = false" in notice
+
+
 def test_regression_and_multi_label() -> None:
     x, y = load_diabetes(return_X_y=True)
     values = np.column_stack([y, x[:, 2] * 1e4])
