@@ -2,6 +2,7 @@
 
 import csv
 import shutil
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +18,6 @@ from posy.extensions import key_prefix
 from posy.metrics import column_of
 from posy.paths import absolute
 from posy.scores import Predictions, values_of
-from posy.server_app.central import central_spread
 from posy.server_app.pooled_scores import joined, majority_notice, pooled_scores, read_clients
 from posy.server_app.progress import results_table
 from posy.server_app.record import Record
@@ -197,7 +197,10 @@ def _shared_notices(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _central_over_folds(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the summary's entry for the central test set, with the spread of each metric over the folds' means."""
+    """Return the summary's entry for the central test set, with the spread of each metric over the folds' means.
+
+    ``std`` is the sample standard deviation over the folds, as over the seeds in a table, and None for a single fold.
+    """
     if not entries:
         return {}
     central: dict[str, Any] = {"samples": entries[0]["samples"], "round": max(each["round"] for each in entries)}
@@ -207,10 +210,16 @@ def _central_over_folds(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         metrics = {}
         for name in names:
             means = [each["metrics"][name]["mean"] for each in scores if name in each["metrics"]]
-            metrics[name] = central_spread(means)
+            metrics[name] = _over_folds(means)
         if scores:
             central[point] = {"models": sum(each["models"] for each in scores), "metrics": metrics}
     return {"central": central}
+
+
+def _over_folds(means: Sequence[float]) -> dict[str, Any]:
+    """Return the mean, the sample standard deviation, the minimum, the maximum and the number of the folds' means."""
+    std = statistics.stdev(means) if len(means) > 1 else None
+    return {"mean": statistics.fmean(means), "std": std, "min": min(means), "max": max(means), "folds": len(means)}
 
 
 def _client_means(rounds: Mapping[Path, int], columns: Sequence[str]) -> dict[int, dict[str, Any]]:

@@ -270,9 +270,9 @@ def _central_note(summary: Mapping[str, Any], metric: Metric) -> str:
 
 
 def _on_central(scores: Mapping[str, Any], metric: Metric) -> str:
-    """Return the score of a single model, or the mean and the standard deviation over the clients' models."""
+    """Return the score of a single model, or the mean and the standard deviation over clients' models or over folds."""
     over_clients = scores["metrics"].get(metric.name)
-    if over_clients is None or "intervals" in scores:
+    if over_clients is None or over_clients["std"] is None or "intervals" in scores:
         return metric.format(over_clients and over_clients["mean"])
     return f"{metric.number(over_clients['mean'])} ± {metric.format(over_clients['std'])}"
 
@@ -283,6 +283,7 @@ def _central_table(summary: Mapping[str, Any]) -> list[str]:
         return []
     point, scores = scored
     single = "intervals" in scores
+    count = "folds" if any("folds" in spread for spread in scores["metrics"].values()) else "clients"
     rows = []
     for name, over_clients in scores["metrics"].items():
         metric = METRICS[name]
@@ -291,9 +292,9 @@ def _central_table(summary: Mapping[str, Any]) -> list[str]:
             cells = [f"{metric.number(ends[0])} to {metric.format(ends[1])}" if ends else ""]
         else:
             ordered = ("max", "min") if metric.lower_is_better else ("min", "max")
-            cells = [*(metric.format(over_clients[end]) for end in ordered), str(over_clients["clients"])]
+            cells = [*(metric.format(over_clients[end]) for end in ordered), str(over_clients[count])]
         rows.append([metric.title, _on_central(scores, metric), *cells])
-    columns = ("score", "95 % interval") if single else ("mean ± std", "worst", "best", "clients")
+    columns = ("score", "95 % interval") if single else ("mean ± std", "worst", "best", count)
     return as_lines(laid_out("", (f"{point} model, central test set", *columns), rows, right=columns))
 
 

@@ -385,14 +385,17 @@ def test_central_scores_change_no_other_result() -> None:
     assert first == second
 
 
-def test_folds_report_the_spread_over_the_folds() -> None:
+def test_folds_report_the_spread_over_the_folds(capsys: pytest.CaptureFixture[str]) -> None:
     run(None, QUICK | {"dataset": "a.npz", "test-set": "central", "folds": 2})
     summary = json.loads(Path("runs/a/summary.json").read_text())
     folds = [json.loads(Path(f"runs/a/fold-{k}/summary.json").read_text())["central"] for k in (1, 2)]
     values = [means(each, "served")["auroc"] for each in folds]
     assert summary["central"]["served"]["metrics"]["auroc"] == pytest.approx(
-        {"mean": np.mean(values), "std": np.std(values), "min": min(values), "max": max(values), "clients": 2}
+        {"mean": np.mean(values), "std": np.std(values, ddof=1), "min": min(values), "max": max(values), "folds": 2}
     )
+    printed = capsys.readouterr().out.splitlines()
+    (header,) = (line for line in printed if "central test set" in line and "mean ± std" in line and "folds" in line)
+    assert header.split()[-1] == "folds"
     assert values[0] != values[1] and summary["central"]["samples"] == 60
 
 
