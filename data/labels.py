@@ -69,7 +69,10 @@ def as_labels(y: np.ndarray, where: str) -> np.ndarray:
         raise DataError(f"{where}: labels of type {y.dtype}; whole numbers and strings are allowed")
     invalid = ~np.isfinite(y) | (y != np.floor(y))
     if invalid.any():
-        raise DataError(f"{where}: label {y[invalid][0]} at index {invalid.argmax()}; whole numbers are allowed")
+        raise DataError(
+            f"{where}: label {y[invalid][0]} at index {invalid.argmax()}; whole numbers are allowed; to predict "
+            "numbers, set task=regression"
+        )
     limit = min(2.0 ** (np.finfo(y.dtype).nmant + 1), 2.0**53)
     large = np.abs(y) >= limit
     if large.any():

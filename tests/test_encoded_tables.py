@@ -610,6 +610,42 @@ def test_a_missing_or_wrong_value_names_its_column(
     assert (caught.value.code, caught.value.column) == (code, "label" if code == "wrong-target" else "dose")
 
 
+@pytest.mark.parametrize(
+    ("rows", "settings", "message"),
+    [
+        (["1;4,97", "2;5,1", "3;6"], {}, "row 2, column label: '4,97'.*task=regression"),
+        (["1,5;4,97", "2;5,1", "3;6"], {}, "row 2, column label: '4,97'.*task=regression"),
+        (["1;4.97", "2;5.1", "3;6"], {}, "row 2, column label: '4.97'.*task=regression"),
+        (["1;1,234", "2;5,678"], {}, "column label: '1,234' is ambiguous"),
+        (["1;1,234", "2;5,678"], {"decimal": "comma"}, "row 2, column label: '1,234'.*task=regression"),
+        (["1.5;1,2", "2;1,3"], {}, "column label has decimal commas, and column dose has decimal points"),
+    ],
+)
+def test_labels_with_decimal_marks_are_not_classes(
+    rows: list[str], settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "a.csv", "\n".join(["dose;label", *rows]))
+    with pytest.raises(DataError, match=message):
+        load_dataset(DataSettings(dataset=str(path), **settings), path, 0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "classes"),
+    [
+        (["1,5;1,2", "2;1,3"], {"decimal": "point", "input_columns": "dose", "categories": "dose"}, ["1,2", "1,3"]),
+        (["1.5;1,2", "2;1,3"], {"decimal": "point"}, ["1,2", "1,3"]),
+        (["1,5;1,2", "2;1,x"], {}, ["1,2", "1,x"]),
+        (["1,5;1", "2;0"], {}, ["0", "1"]),
+        (["1,5;4,97", "2;5,1"], {"label_column": "label > 5"}, ["0", "1"]),
+    ],
+)
+def test_labels_with_commas_may_be_classes(
+    rows: list[str], settings: dict[str, Any], classes: list[str], tmp_path: Path
+) -> None:
+    path = write(tmp_path / "a.csv", "\n".join(["dose;label", *rows]))
+    assert list(load_dataset(DataSettings(dataset=str(path), **settings), path, 0).task.class_names) == classes
+
+
 def test_values_may_have_decimal_commas(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", "dose;kind;label\n1;a;0,5\n2;b;1,25\n3;a;2\n4;b;3\n")
     data = load_dataset(DataSettings(dataset=str(path), task="regression"), path, 0)

@@ -146,11 +146,21 @@ class _Csv:
         return np.column_stack(columns), errors
 
     def has_commas(self, cells: Mapping[str, np.ndarray]) -> bool:
-        """Return whether the numbers have decimal commas."""
-        indices = (*self.assigned.inputs, *self.targets)
-        inputs = {self.header[index]: cells[str(index)].tolist() for index in indices}
-        numbers = {name: column for name, column in inputs.items() if name not in self.columns.categories}
+        """Return whether the numbers in the columns ``cells`` have decimal commas."""
+        indices = (*self.assigned.inputs, *self.assigned.labels)
+        columns = {self.header[index]: cells[str(index)].tolist() for index in indices if str(index) in cells}
+        numbers = {name: column for name, column in columns.items() if name not in self.columns.categories}
         return has_decimal_commas(numbers, self.separator, self.columns.decimal, str(self.path))
+
+    def labels_have_commas(self, cells: _Cells) -> bool:
+        """Return whether the table has decimal commas, given that the label column contains classes."""
+        if not isinstance(cells, np.ndarray):
+            return self.has_commas(cells)
+        key = str(self.assigned.label)
+        if not self.has_commas({key: cells[key]}):  # NumPy has parsed the inputs, so they have no decimal commas
+            return False
+        strings = self.strings()  # which show whether the inputs have decimal points
+        return strings is not None and self.has_commas(strings)
 
     def problem(self, name_errors: Mapping[tuple[int, str], str]) -> DataError:
         """Return the error for the first row or cell that cannot be used, given the errors in labels and groups."""
@@ -200,7 +210,7 @@ def _content(
 ) -> Content:
     """Return the content of a table; ``samples`` are its parsed inputs, or None if ``cells`` contains numbers."""
     path, header, assigned = table.path, table.header, table.assigned
-    labels, name_errors = table.values(cells) if table.targets else _labels(cells, assigned)
+    labels, name_errors = table.values(cells) if table.targets else _labels(table, cells)
     groups = None
     if assigned.group is not None:
         groups, group_errors = _names(cells, assigned.group, "group")
@@ -303,33 +313,34 @@ def _header(path: Path, separator: str) -> list[str]:
     return header
 
 
-def _labels(cells: _Cells, assigned: Roles) -> tuple[list[Any] | np.ndarray, dict[tuple[int, str], str]]:
+def _labels(table: _Csv, cells: _Cells) -> tuple[list[Any] | np.ndarray, dict[tuple[int, str], str]]:
     """Return the labels of the rows, and any errors, keyed by column and cell."""
-    if assigned.rule is None:
-        return _names(cells, assigned.label, "label")
-    values = {cell: number_in(cell) for cell in set(cells[str(assigned.label)])}
+    label, rule, comma = table.assigned.label, table.assigned.rule, table.labels_have_commas(cells)
+    values = {cell: number_in(cell, comma=comma) for cell in set(cells[str(label)])}
+    if rule is None:
+        labels, errors = _names(cells, label, "label")
+        if None not in values.values():
+            errors |= {
+                (label, cell): f"{cell.strip()!r}; labels are whole numbers or strings; to predict numbers, set "
+                "task=regression"
+                for cell, value in values.items()
+                if value is not None and not value.is_integer()
+            }
+        return labels, errors
     errors = {
-        (assigned.label, cell): "the label is missing"
+        (label, cell): "the label is missing"
         if is_missing(cell)
         else f"{cell.strip()!r}; the rule in label-column needs numbers"
         for cell, value in values.items()
         if value is None or not np.isfinite(value)
     }
-    numbers = np.array([values[cell] for cell in cells[str(assigned.label)]], np.float64)
-    return assigned.rule(numbers), errors
+    return rule(np.array([values[cell] for cell in cells[str(label)]], np.float64)), errors
 
 
 def _names(cells: _Cells, column: int, role: str) -> tuple[list[str], dict[tuple[int, str], str]]:
     """Return the names in a column, and any errors, keyed by column and cell."""
     name_by_cell = {cell: written_label(cell) for cell in set(cells[str(column)])}
     errors = {(column, cell): f"the {role} is missing" for cell, name in name_by_cell.items() if not name}
-    values = {cell: number_in(cell) for cell in name_by_cell}
-    if role == "label" and None not in values.values():
-        errors |= {
-            (column, cell): f"{cell.strip()!r}; labels are whole numbers or strings"
-            for cell, value in values.items()
-            if value is not None and not value.is_integer()
-        }
     return [name_by_cell[cell] for cell in cells[str(column)]], errors
 
 
