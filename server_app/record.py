@@ -216,7 +216,9 @@ class Record:
         files = {int(number): path for number, path in numbered_paths if number.isdecimal()}
         if files:
             return dict(sorted(files.items()))
-        if not self.settings.get("save-models", True):
+        if folds := sorted(path for path in self.path.glob("fold-*") if path.is_dir()):
+            reason = f"each fold of the run has its own models; use the folder of a fold, such as {folds[0]}"
+        elif not self.settings.get("save-models", True):
             reason = "the run had save-models = false"
         elif (self.models / "server.safetensors").is_file():
             reason = (

@@ -317,6 +317,13 @@ def test_an_unknown_client_is_an_error(client: str, finished: Record) -> None:
         finished.predictor(client)
 
 
+def test_a_run_with_folds_refers_to_the_models_of_its_folds(make_config: MakeConfig) -> None:
+    path = run(None, make_config("fedavg", partition="iid", folds=2, num_server_rounds=1)).record().path
+    with pytest.raises(SettingsError, match=re.escape(str(path / "fold-1"))):
+        Record.find(path).predictor(0)
+    assert Record.find(path / "fold-1").predictor(0).client == 0
+
+
 def test_a_point_without_a_stored_model_is_an_error(make_config: MakeConfig) -> None:
     record = run(None, make_config("ditto")).record()
     assert record.predictor(0).point == "local"
