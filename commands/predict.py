@@ -112,7 +112,7 @@ def _samples(files: Sequence[str], model: ClientModel) -> tuple[list[str], list[
     """Return the names and the contents of the samples in one or more files."""
     pairs = [pair for word in files for pair in _read(word, model.preprocessing, model.settings.data)]
     if not pairs:
-        raise DataError(f"{', '.join(files)}: no samples found")
+        raise DataError(f"{', '.join(files)}: no samples found; a table needs at least one row below its header")
     return [name for name, _ in pairs], [sample for _, sample in pairs]
 
 

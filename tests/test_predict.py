@@ -402,6 +402,7 @@ def test_route_prints_classes_and_shares(
         (["RUN", "0", "bad.csv"], "row 2, f: 'x' is not a number"),
         (["RUN", "0", "few.csv"], "row 2 has 1 columns, but the header has 2"),
         (["RUN", "7", "bad.csv"], "client '7': "),
+        (["RUN", "0", "header.csv"], "header.csv: no samples found"),
         (["BARE", "0", "bad.csv"], "save-models = false"),
     ],
 )
@@ -417,6 +418,7 @@ def test_predict_reports_errors(
     stored = run(None, make_config("fedavg", save_models="BARE" not in words, num_server_rounds=1)).directory.path
     Path("bad.csv").write_text("a,b,c,d,e,f\n1,2,3,4,5,x\n")
     Path("few.csv").write_text("a,b\n1\n")
+    Path("header.csv").write_text("a;b;c;d;e;f\n")
     capsys.readouterr()
     assert cli.main(["predict", *(str(stored) if word in ("RUN", "BARE") else word for word in words)]) == 2
     assert message in capsys.readouterr().err

@@ -273,24 +273,26 @@ def _lines(path: Path, encoding: str) -> Iterator[str]:
 def separator_of(path: Path, setting: str) -> str:
     """Return the separator in the setting, or the separator that fits a file.
 
-    A separator fits if it splits the first two rows into the same number of columns, at least two. The comma is the
-    default. Raise :class:`DataError` if several separators fit.
+    A separator fits if it splits the first two rows into the same number of columns, at least two. If none fits, the
+    separator that splits the header into the most columns lets the caller name the error, such as missing rows. Raise
+    :class:`DataError` if several separators fit.
     """
     if setting != "auto":
         return SEPARATORS[setting]
-    fitting = []
+    fitting, columns = [], {",": 1}
     for name, separator in SEPARATORS.items():
         try:
             lengths = [len(row) for _, row in itertools.islice(rows_of(path, delimiter=separator), 2)]
         except DataError:  # with the wrong separator, a line may be too long for a cell
             continue
+        columns[separator] = max([1, *lengths[:1]])
         if len(lengths) == 2 and lengths[0] == lengths[1] > 1:
             fitting.append(name)
     if len(fitting) > 1:
         raise DataError(
             f"{path}: several separators fit the header and the first row: {', '.join(fitting)}; set separator"
         )
-    return SEPARATORS[fitting[0]] if fitting else ","
+    return SEPARATORS[fitting[0]] if fitting else max(columns, key=columns.__getitem__)
 
 
 def _header(path: Path, separator: str) -> list[str]:
