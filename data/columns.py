@@ -43,6 +43,8 @@ class Columns:
     of_no_client: bool = False
     """Whether the rows are a central test set. The group and the split column may then be missing, and Posy does not
     read them. :func:`posy.data.central.central_test` compares the input columns with the columns of the run."""
+    lacks_groups: bool = False
+    """Whether the partition is ``natural``, but no setting names the column of the groups."""
 
     @classmethod
     def of(cls, settings: DataSettings, label: str = "") -> Self:
@@ -68,6 +70,7 @@ class Columns:
             target=target,
             more_labels=labels[1:],
             kind=settings.sample_kind,
+            lacks_groups=settings.partition == "natural" and not settings.group_column,
         )
 
     def named(self) -> list[tuple[str, str]]:

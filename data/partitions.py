@@ -225,8 +225,9 @@ def _check(kind: str, dataset: Dataset, settings: DataSettings) -> None:
     if kind == "natural":
         if dataset.groups is None:
             raise SettingsError(
-                "partition = 'natural' needs data with groups (femnist, sent140, fedisic, a .csv with a column group, "
-                f"an .npz with groups_train); {dataset.name} has none"
+                "partition = 'natural' needs data with groups (femnist, sent140, fedisic, a table with a column group, "
+                f"an .npz with groups_train); {dataset.name} has none; if a column contains the groups, name it in "
+                "group-column"
             )
         if clients > (groups := len(np.unique(dataset.groups))):
             raise SettingsError(f"num-clients = {clients}: {dataset.name} has {groups} groups; allowed: 1 to {groups}")

@@ -178,6 +178,25 @@ def test_unusable_tables_name_the_cell(text: str, settings: dict[str, Any], mess
 
 
 @pytest.mark.parametrize(
+    ("ward", "partition", "names_the_setting"),
+    [
+        ("ward", "natural", True),
+        ("ward", "iid", False),
+        ("group", "natural", False),  # this table has groups, and its column "other" is refused
+    ],
+)
+def test_a_refused_column_may_contain_the_groups(
+    ward: str, partition: str, names_the_setting: bool, tmp_path: Path
+) -> None:
+    rows = ["3,1,5,0", "A,2,5,1", "3,3,6,0", "A,x,7,1", *["3,1,5,0", "A,2,6,1"] * 2]
+    path = write(tmp_path / "t.csv", "\n".join([f"{ward},other,age,label", *rows]))
+    with pytest.raises(DataError) as caught:
+        load_dataset(DataSettings(dataset=str(path), partition=partition, num_clients=2), path, 0)
+    assert caught.value.column == ("ward" if ward == "ward" else "other")
+    assert ("group-column" in str(caught.value)) == names_the_setting
+
+
+@pytest.mark.parametrize(
     ("dataset", "key"),
     [
         (dataset, key)

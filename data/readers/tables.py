@@ -97,6 +97,11 @@ class _Csv:
         """The label or value columns, which contain numbers; empty for classes."""
         return () if self.columns.target == CLASSES else self.assigned.labels
 
+    @property
+    def _lacks_groups(self) -> bool:
+        """Whether the partition needs groups, but no column contains them."""
+        return self.columns.lacks_groups and self.assigned.group is None
+
     def numbers(self, numeric: Sequence[int]) -> np.ndarray | None:
         """Return columns "0", "1", …, some as float64 and others as strings, or None if a cell is invalid.
 
@@ -193,8 +198,10 @@ class _Csv:
         )
         if is_category:
             return None
+        few = value is None and 2 * len(set(column)) <= len(column)
+        remedy = "name a column of groups in group-column; " if self._lacks_groups and few else ""
         return DataError(
-            f"{where}: {cell!r}; only finite numbers in the range of float32 are allowed (list "
+            f"{where}: {cell!r}; only finite numbers in the range of float32 are allowed ({remedy}list "
             "categorical columns in categories; name a text column `text`, or list it as the only column in "
             "input-columns)",
             "not-a-number",
