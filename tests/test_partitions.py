@@ -5,6 +5,7 @@ import json
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from posy.data import assign
 from posy.data.dataset import make_dataset
+from posy.data.datasets import load_dataset
 from posy.data.errors import DataError
 from posy.data.partitions import partition
 from posy.data.settings import DataSettings
@@ -291,6 +293,26 @@ def test_natural_partition_takes_the_largest_groups():
         partition(data, settings(num_clients=5, partition="natural"), 0)
     with pytest.raises(SettingsError, match=r"'natural' needs data with groups.*group-column"):
         partition(dataset(25, 4), settings(num_clients=3, partition="natural"), 0)
+
+
+@pytest.mark.parametrize(
+    ("form", "num_clients", "names"),
+    [
+        ("csv", 3, ("group 10", "group 2", "group 7")),  # sorted as text
+        ("parquet", 3, ("group 2", "group 7", "group 10")),
+        ("npz", 3, ("group 2", "group 7", "group 10")),
+        ("csv", 2, ("group 10", "group 7")),  # the largest groups, in the order of their ids
+    ],
+)
+def test_clients_are_numbered_by_the_ids_of_their_groups(form, num_clients, names, tmp_path):
+    ids, path = np.repeat([2, 10, 7], [4, 8, 6]), tmp_path / f"a.{form}"
+    frame = pd.DataFrame({"x": np.arange(18.0), "group": ids, "label": np.arange(18) % 2})
+    if form == "npz":
+        np.savez(path, x_train=frame[["x"]], y_train=frame["label"], groups_train=ids)
+    else:
+        frame.to_csv(path, index=False) if form == "csv" else frame.to_parquet(path)
+    s = settings(dataset=str(path), num_clients=num_clients, partition="natural")
+    assert partition(load_dataset(s, tmp_path, 0), s, 0).names == names
 
 
 def test_train_samples_caps_training_only():
