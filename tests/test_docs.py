@@ -98,6 +98,17 @@ def test_links_files_and_settings_on_pages_exist(page: Path) -> None:
     assert "@@" not in text
 
 
+def test_the_example_of_a_table_describes_sixty_cells() -> None:
+    from posy.commands.table import plan_of
+    from posy.yaml12 import parse
+
+    text = (ROOT / "docs/runs.md").read_text(encoding="utf-8")
+    (example,) = (block for block in re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL) if "seeds:" in block)
+    plan = plan_of(parse(example), Path("table.yaml"), {})
+    assert len({(c.variant, c.row, c.seed, c.fold) for c in plan.cells}) == len(plan.cells) == 60
+    assert "= 60 cells" in text
+
+
 def test_every_method_has_a_summary() -> None:
     """A name may hold a full stop, as in `pFedMe (T. Dinh et al., 2020)`."""
     specification = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
