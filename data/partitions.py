@@ -203,7 +203,7 @@ def _check(kind: str, dataset: Dataset, settings: DataSettings) -> None:
             )
         if dataset.given is None:
             raise SettingsError(
-                f"partition = 'given' needs data that is already partitioned (a PFLlib directory); {dataset.name} is not"
+                f"partition = 'given' needs partitioned data (a PFLlib directory); {dataset.name} is not partitioned"
             )
         if settings.partition not in ("given", "natural", DataSettings.partition):
             raise SettingsError(
