@@ -279,7 +279,7 @@ class LocalRun:
                 if self.masking and sums.has_sums(key):
                     self._score_sums[key] = sums.sums_of(predictions)
                 if key == point:
-                    self._save_predictions(predictions, point)
+                    save_predictions(self.jobs, self.config, predictions, point)
                 values |= {f"{key}-{n}": v for n, v in values_of(predictions, self._metrics(split)).items()}
         return values
 
@@ -289,14 +289,6 @@ class LocalRun:
         if split == "test" and self.config.get(ALL_METRICS):
             return [metric.name for metric in metrics_for(self.task.target, size)]
         return [metric_of(self.settings.run, self.task.target, size).name]
-
-    def _save_predictions(self, predictions: Predictions, point: str) -> None:
-        """Write the predictions for the test split to the folder that ``save-predictions-to`` names, if any."""
-        if folder := self.config.get("save-predictions-to"):
-            workspace, client = self.client.workspace, self.client.client
-            samples = workspace.partition.test[workspace.part_of(client)]
-            path = Path(str(folder)) / f"{point}-{client}.csv"
-            write_predictions(path, predictions, samples, self.task.class_names)
 
     def _save(self, predictor: Predictor, point: str, file: str = "client") -> None:
         """Write a model with its settings and preprocessing to the folder that ``save-models-to`` names, if any.
@@ -361,3 +353,12 @@ def without_statistics(array: npt.NDArray[Any], layout: Layout) -> npt.NDArray[A
     if parameters.size == layout.size or array.shape[-1:] != (layout.size,):
         return array
     return parameters.put(np.zeros_like(array), parameters.take(array))
+
+
+def save_predictions(jobs: Jobs, config: Mapping[str, Any], predictions: Predictions, point: str) -> None:
+    """Write the predictions for the test split to the folder that ``save-predictions-to`` names, if any."""
+    if folder := config.get("save-predictions-to"):
+        workspace, client = jobs.client.workspace, jobs.client.client
+        samples = workspace.partition.test[workspace.part_of(client)]
+        path = Path(str(folder)) / f"{point}-{client}.csv"
+        write_predictions(path, predictions, samples, workspace.task.class_names)

@@ -334,11 +334,7 @@ def plan_of(
     is false, Posy accepts overrides that have no effect in any cell.
     """
     overrides = {**(reduced or {}), **command_line}
-    runs = content.get("runs")
-    if runs == ALL or (isinstance(runs, list) and ALL in runs):
-        every_method = [{"name": method, "settings": {"method": method}} for method in METHODS]
-        entries = [ALL] if runs == ALL else runs
-        content["runs"] = [row for entry in entries for row in (every_method if entry == ALL else [entry])]
+    _expand_all(content)
     _check_parts(content, file)
     seeds = content["seeds"]
     rows = _named(content.get("runs", []), "runs", file)
@@ -383,6 +379,15 @@ def plan_of(
         source = set_in(typed.get(foreign[0], str(file)))
         raise SettingsError(f"{foreign[0]} {source} is a setting of {owner(foreign[0])}, which no row of {file} uses")
     return Plan(content.get("title", file.stem), folder, tuple(cells), content, overrides=command_line)
+
+
+def _expand_all(content: dict[str, Any]) -> None:
+    """Replace the entry `all` in a table's runs with one row per method."""
+    runs = content.get("runs")
+    if runs == ALL or (isinstance(runs, list) and ALL in runs):
+        every_method = [{"name": method, "settings": {"method": method}} for method in METHODS]
+        entries = [ALL] if runs == ALL else runs
+        content["runs"] = [row for entry in entries for row in (every_method if entry == ALL else [entry])]
 
 
 def _folds(config: Mapping[str, Any]) -> Sequence[int]:

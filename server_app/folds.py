@@ -21,7 +21,7 @@ from posy.scores import Predictions, values_of
 from posy.server_app.pooled_scores import joined, majority_notice, pooled_scores, read_clients
 from posy.server_app.progress import results_table
 from posy.server_app.record import Record
-from posy.server_app.recorder import NOT_AVAILABLE, Recorder
+from posy.server_app.recorder import NOT_AVAILABLE, Recorder, new_directory
 from posy.server_app.results import RunDirectory, Status
 from posy.server_app.resume import CONFIG, checkpoint_rounds, read_summary
 from posy.settings import SettingsError
@@ -288,11 +288,8 @@ def interrupted(user_settings: Mapping[str, Any], where: str) -> Path | None:
 
 def cross_validation(settings: Settings, resumed: Path | None) -> CrossValidation:
     """Return the cross-validation for some settings, in a new directory or in ``resumed``."""
-    run = settings.run
     if resumed is None:
-        dataset, timestamp = Path(settings.data.dataset).name, time.strftime("%Y%m%d-%H%M%S")
-        name = run.run_name or f"{key_prefix(run.method)}-{dataset}-folds{settings.data.folds}-{timestamp}"
-        directory = RunDirectory.create(Path(run.output_dir), name)
+        directory = new_directory(settings, f"folds{settings.data.folds}")
         directory.write_config(settings.as_config())
     else:
         if read_summary(resumed).get("status") == "completed":

@@ -53,6 +53,13 @@ MEMORY_SECONDS = 5.0
 """Maximum age, in seconds, of the peak memory in the summary of a run in progress."""
 
 
+def new_directory(settings: Settings, suffix: str) -> RunDirectory:
+    """Create the directory of a run, named by ``run-name`` or by method, data set, ``suffix`` and time."""
+    dataset, timestamp = Path(settings.data.dataset).name, time.strftime("%Y%m%d-%H%M%S")
+    name = settings.run.run_name or f"{key_prefix(settings.run.method)}-{dataset}-{suffix}-{timestamp}"
+    return RunDirectory.create(Path(settings.run.output_dir), name)
+
+
 class Recorder:
     """Writes the files of a new or a resumed run, and shows its progress.
 
@@ -71,15 +78,11 @@ class Recorder:
         central: CentralTest | None = None,
     ) -> None:
         self.status = status or RunStatus()
-        self.settings = settings
-        self.strategy = strategy
-        self.workspace = workspace
-        self.federation = federation
+        self.settings, self.strategy = settings, strategy
+        self.workspace, self.federation = workspace, federation
         run = settings.run
         if resumption is None:
-            dataset, timestamp = Path(settings.data.dataset).name, time.strftime("%Y%m%d-%H%M%S")
-            name = run.run_name or f"{key_prefix(run.method)}-{dataset}-seed{run.seed}-{timestamp}"
-            self.directory = RunDirectory.create(Path(run.output_dir), name)
+            self.directory = new_directory(settings, f"seed{run.seed}")
             self.checkpoints = Checkpoints(self.directory, run.checkpoint_every, run.num_server_rounds)
             self._resumed: list[dict[str, Any]] = []
             self._data = data_digests(workspace) if self.checkpoints.every else {}
