@@ -28,7 +28,7 @@ Extend = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Architecture:
-    """The network of a method for a task: one of :data:`posy.models.catalogue.MODELS`, or a custom network."""
+    """The network that a method uses for a task: one of :data:`posy.models.catalogue.MODELS`, or a custom network."""
 
     model: str
     task: Task
@@ -90,7 +90,7 @@ class Architecture:
         """Two numbers for each fixed tensor w: ||w|| and Σ_j w_j cos(j) / ||w||.
 
         Every process builds the fixed tensors itself, and the server compares the clients' numbers with its own. The
-        numbers differ between different tensors, but barely depend on the processor's rounding.
+        numbers differ between tensors, but hardly depend on the processor's rounding.
         """
         return list(_fingerprint(self))
 

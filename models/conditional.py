@@ -28,7 +28,7 @@ class Conditional(nn.Module):
 
     @property
     def layers(self) -> dict[str, nn.Module]:
-        """The policy and the global head, by name."""
+        """The policy and the global head, keyed by layer name."""
         return {"policy": self.policy, "global-head": self.global_head}
 
     def forward(self, x: Tensor, features: bool = False) -> Tensor | tuple[Tensor, Tensor]:

@@ -269,7 +269,7 @@ def _replace_dropout(module: nn.Module, probe: Tensor, source: str) -> None:
 
 
 def _check_repeats(network: CustomModel, probe: Tensor, source: str) -> None:
-    """Raise :class:`SettingsError` for a network that draws random numbers that Posy cannot reproduce."""
+    """Raise :class:`SettingsError` if a network draws random numbers that Posy cannot reproduce."""
     first, second = (_trained_on(copy.deepcopy(network), probe, seed) for seed in (0, 1))
     if not torch.equal(first, second):
         raise SettingsError(

@@ -11,7 +11,7 @@ from posy.models.layers import FullyConnected, linear
 
 Norm = Callable[[int], nn.GroupNorm | nn.BatchNorm2d]
 
-SMALL = 64  # largest side, in pixels, of the images that get the 3×3 stem
+SMALL = 64  # largest side, in pixels, of the images that use the 3×3 stem
 
 
 def resnet18_gn(task: Task, ranks: Mapping[str, int]) -> ChainModel:

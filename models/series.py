@@ -72,7 +72,7 @@ class GRU(nn.Module):
 
 
 class TimeConvolution(nn.Module):
-    """Convolve over time, padded to keep T, with ReLU and max-pooling by 2, or a mean over time in the last block."""
+    """Convolution over time, padded to keep T, with ReLU and max-pooling by 2 (in the last block, a mean over time)."""
 
     def __init__(self, in_channels: int, out_channels: int, kernel: int, last: bool = False) -> None:
         super().__init__()

@@ -46,10 +46,10 @@ def cnn(task: Task, ranks: Mapping[str, int]) -> ChainModel:
 def cnn_3fc(task: Task, ranks: Mapping[str, int]) -> ChainModel:
     """Return FedRep's network for CIFAR-10, with two layers of 64 channels and layers of 120 and 64 units.
 
-    PPFE's network has two convolutions and three fully connected layers (Appendix A.1) of unstated widths. With PPFE's
-    ranks (100, 50, 24) and (80, 40, 16), each capped at the layer's full rank, this network saves 5.97 % and 17.74 % of
-    its 307,842 parameters: the paper's "6 %" and "18 %". Posy instead caps each rank at the largest rank that saves
-    parameters; the network then saves 6.56 % and 17.79 %.
+    PPFE's network has two convolutions and three fully connected layers, whose widths are not stated (Appendix A.1).
+    With PPFE's ranks (100, 50, 24) and (80, 40, 16), each capped at the layer's full rank, this network saves 5.97 %
+    and 17.74 % of its 307,842 parameters: the paper's "6 %" and "18 %". Posy instead caps each rank at the largest rank
+    that saves parameters; the network then saves 6.56 % and 17.79 %.
     """
     return _cnn_3fc(task, ranks, (64, 64), (120, 64))
 

@@ -30,7 +30,7 @@ class TwoBranch(nn.Module):
 
     @property
     def layers(self) -> dict[str, nn.Module]:
-        """The client branch, by name."""
+        """The client branch, keyed by its layer name."""
         return {"client-branch": nn.ModuleList([self.client_blocks, self.client_head])}
 
     def initialise_linear(self) -> None:

@@ -104,7 +104,7 @@ def load_weights(network: ChainModel, weights: Weights, fresh: tuple[str, ...]) 
     ------
     SettingsError
         If the file cannot be read, a tensor is missing from it, a tensor has a different shape, or a value is not
-        finite. Word vectors are an error unless the network has exactly one embedding.
+        finite. Also if word vectors are given and the network does not have exactly one embedding.
     """
     source = f"weights = {weights.where!r}"
     if weights.words:

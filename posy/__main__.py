@@ -1,4 +1,4 @@
-"""Let `python -m posy` run the `posy` command."""
+"""Run the `posy` command for `python -m posy`."""
 
 import sys
 

@@ -28,7 +28,7 @@ Unit = Literal["client", "sample"]
 MODES = ("local", "central", "sample")
 """Modes of differential privacy, as in the setting ``dp``."""
 CANCELLATION = 1e-6
-"""Relative difference between two probabilities below which subtracting them needs 50 digits."""
+"""Relative difference between two probabilities below which Posy subtracts them with 50 digits."""
 ORDERS = (*np.arange(1.25, 5, 0.25), *range(5, 65), 80, 96, 128, 192, 256, 512, 1024)
 """Orders of the Rényi divergences. A coarser grid is safe: each order gives a valid ε, and Posy takes the smallest."""
 TOLERANCE = 1e-9
@@ -110,7 +110,7 @@ def noise_multiplier_for(epsilon: float, delta: float) -> float:
 
 @lru_cache(maxsize=4096)
 def epsilon_of(noise_multiplier: float, delta: float) -> float:
-    """Return the smallest ε ≥ 0 that the Gaussian mechanism satisfies at δ."""
+    """Return the smallest ε ≥ 0 for which the Gaussian mechanism satisfies (ε, δ)."""
     if noise_multiplier == math.inf or log_delta(noise_multiplier, 0.0) <= math.log(delta):
         return 0.0
     return _least(lambda epsilon: log_delta(noise_multiplier, epsilon) - math.log(delta))
@@ -141,12 +141,12 @@ def composed(events: Iterable[Event]) -> float:
 
 
 def as_unit(event: Event, unit: Unit) -> Event | None:
-    """Convert an event to a unit of privacy; return None if the event does not guarantee privacy for this unit.
+    """Return an event as it applies to a unit of privacy, or None if it guarantees no privacy for this unit.
 
     A client's reply with local noise hides any change to its data, and therefore also a change to one sample. A central
-    event hides whether a client takes part. Its participation changes the sum by at most the clipping bound C. Changing
-    one sample may reverse the client's update and change the sum by up to 2C, so the noise multiplier is halved. Noise
-    that hides individual samples does not hide a client.
+    event hides whether a client takes part. The client's participation changes the sum by at most the clipping bound C.
+    Changing one sample may reverse the client's update and change the sum by up to 2C, so the noise multiplier is
+    halved. Noise that hides individual samples does not hide a client.
     """
     if unit == "client":
         return None if event.mode == "sample" else event

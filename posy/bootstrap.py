@@ -8,18 +8,18 @@ from posy.metrics import METRICS, VALUES
 from posy.scores import Floats, Predictions, weighted
 
 DRAWS, LEVEL = 1000, 0.95
-"""Number of bootstrap draws, and the confidence level."""
+"""Number of bootstrap resamples, and the confidence level."""
 MOST_CLASSES = 20
 """Maximum number of classes or labels for which Posy computes confidence intervals of per-class metrics."""
 _OF_SAMPLES = {"accuracy", "log-loss", "brier", "calibration-error"}
-"""Metrics whose cost per draw does not depend on the number of classes."""
+"""Metrics whose cost per resample does not depend on the number of classes."""
 _BLOCK = 4_000_000  # number of weights to process at a time
 
 
 def intervals(predictions: Predictions, names: Collection[str], rng: np.random.Generator) -> dict[str, list[float]]:
     """Return percentile bootstrap intervals ``[low, high]`` of metrics over the samples, keyed by name.
 
-    All metrics are computed from the same draws. A metric's interval ignores draws in which the metric is not defined.
+    All metrics are computed from the same resamples. A metric's interval ignores resamples in which it is not defined.
 
     References
     ----------

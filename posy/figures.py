@@ -171,7 +171,7 @@ def partition(counts: npt.ArrayLike, path: Path, *, class_names: Sequence[str] =
 
 
 def routing(matrix: npt.NDArray[Any], path: Path) -> None:
-    """Draw the number of pooled test samples ``(M, M)`` per pair of true and chosen client."""
+    """Draw the number of pooled test samples ``(M, M)`` for each pair of true and chosen clients."""
     panel = Panel(matrix, xlabel="chosen client", ylabel="true client", label="samples")
     heatmaps([panel], path, title="Routing of the pooled test samples")
 

@@ -38,7 +38,7 @@ FLOWER = "1.39"
 """Version of Flower that Posy's warm nodes and SuperLink require. With other versions, Posy starts Flower's
 processes."""
 LOWEST, HIGHEST = (1, 39), (1, 42)
-"""Lowest and highest Flower releases that Posy supports."""
+"""Oldest and newest Flower releases that Posy supports."""
 CLOCK_SECONDS = 60.0
 """Tolerated clock skew between two machines. Messages expire this long after round-timeout."""
 MAX_REASON = 300
@@ -117,7 +117,7 @@ PLAIN: dict[type, set[type]] = {
 
 @cache
 def versions() -> dict[str, str | None]:
-    """Return the installed versions that affect the results of a run, by package name."""
+    """Return the versions of Python and of the packages that affect a run's results, keyed by name."""
     installed: dict[str, str | None] = {"python": platform.python_version()}
     for name in ("posy", "flwr", "torch", "numpy"):
         try:
@@ -170,7 +170,7 @@ def retries_of(grid: Grid) -> Any:
 
 
 class Outages:
-    """A counter of a grid's failed connections to its SuperLink, which the grid retries.
+    """A counter of failed connections from a grid to its SuperLink; the grid retries each of them.
 
     A slow or refused reply is not an outage, because the SuperLink still has its state. A grid in this process has no
     outages.
@@ -194,7 +194,7 @@ PushError = ObjectPushError
 
 
 def identity() -> int:
-    """Return the id of this process's run, which new messages carry; 0 if Flower has not started this process."""
+    """Return the id of this process's run, which new messages carry; 0 if Flower did not start this process."""
     try:
         return TaskIdentity.run_id
     except RuntimeError:
@@ -251,7 +251,7 @@ ClientAppCallable = Callable[[Message, Context], Message]
 class Array(flwr.app.Array):
     """A Flower array that is serialised only when a transport asks for its bytes, and only once.
 
-    A strategy and the clients in one process share the array without copying it, so they may not modify it. On the
+    A strategy and the clients in one process share the array without copying it, so they must not modify it. On the
     wire it is an ordinary ``Array``, so the class must have the same name. A scalar keeps its shape ``()``.
     """
 

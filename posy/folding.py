@@ -1,7 +1,7 @@
 """Pack the content of messages into a small number of objects.
 
-Flower sends each record, each array and each chunk of an array as a separate object. Each object costs four calls on
-its way from the ServerApp to the client's process. Folded content has one record for all small parts, and one record
+Flower sends each record, each array and each chunk of an array as a separate object. Sending an object from the
+ServerApp to the client's process takes four calls. Folded content has one record for all small parts, and one record
 for each piece of a large array.
 """
 

@@ -34,7 +34,7 @@ Array = npt.NDArray[Any]
 ALIGNMENT = 64
 """Alignment of arrays in bytes."""
 BUNDLES_PER_WORKER = 2
-"""Number of bundles assigned to a process at a time: it works on the first while the second waits."""
+"""Number of bundles assigned to a process at a time: the process works on the first while the second waits."""
 MAX_BUNDLE_PARCELS, MAX_BUNDLE_BYTES = 8, 8 << 20
 """Limits on the parcels and bytes in a bundle. Posy sends parcels in bundles to wake a process less often."""
 
@@ -121,7 +121,7 @@ Work = Callable[[Sequence[Parcel]], Sequence[Parcel | Exception]]
 
 @dataclass(eq=False)
 class Worker:
-    """A worker process with this process's end of the pipe, its shelves, and its current bundles.
+    """A worker process, with the parent's end of its pipe, its shelves, and its current bundles.
 
     A bundle consists of groups of parcel numbers, and the number of its shelf. ``done`` counts the finished
     groups of the first bundle, in memory that both processes share.
@@ -325,7 +325,7 @@ class Workers:
             fatal = groups[min(worker.done[0], len(groups) - 1)]
             code = worker.end()
             cause = f"by signal {-code}" if code < 0 else f"with status {code}"
-            # The groups before the fatal one were done, but their results are lost.
+            # The groups before the fatal one were finished, but their results are lost.
             lost = [group for bundle, _ in worker.bundles for group in bundle if group is not fatal]
             if len(fatal) > 1:  # retry each parcel alone, to identify the fatal one
                 lost = [[number] for number in fatal] + lost

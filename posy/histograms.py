@@ -54,8 +54,8 @@ def f1_scores(hits: Array, predicted: Array, actual: Array, *, micro: bool) -> d
     hits, predicted, actual : numpy.ndarray, (..., C)
         Number of correctly predicted, predicted and actual samples of each class or label.
     micro : bool
-        Whether the scores are for labels. Labels also get a micro average, and a label without samples and
-        predictions has a score of 0.
+        Whether the scores are for labels. For labels, the result also contains a micro average, and a label with
+        neither samples nor predictions has a score of 0.
     """
     sums = np.asarray(predicted + actual, np.float64)
     scores = ratio(2.0 * hits, sums, absent=0.0)

@@ -46,14 +46,14 @@ def place_of(error: BaseException, *, outside: bool = True) -> str:
 
 
 def method_error(error: Exception) -> MethodError:
-    """Return the exception that reports a bug to the server: with its traceback in a simulation, else its location."""
+    """Return the error that reports a bug to the server: in a simulation with a traceback, else with a location."""
     if of_simulation():
         return MethodError("".join(traceback.format_exception(error)))
     return MethodError(f"{type(error).__name__} at {place_of(error)}: {error}")
 
 
 def raise_mistake(client: int, error: Error) -> None:
-    """Raise :class:`MethodError` if a simulated client reports an exception in the method's code; else do nothing."""
+    """Raise :class:`MethodError` if a simulated client reports an exception in the method's code."""
     reason = str(error.reason or "")
     if in_simulation() and MethodError.__name__ in reason and TRACEBACK in reason:
         _, _, text = reason.rpartition(MethodError.__name__)

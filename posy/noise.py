@@ -9,9 +9,10 @@ to the same grid. For x on the grid, x + ⌊N⌋ = ⌊x + N⌋. The result is th
 N, and the analysis of the continuous mechanism holds unchanged in any dimension (post-processing).
 
 ⌊N⌋ has two parts. A table of 128-bit integers gives the probability of each interval [m/256, (m + 1)/256) of |N|/σ,
-and a 128-bit uniform number selects one. Rejection sampling selects one of 2¹⁶ cells in the interval. Up to 13 σ, the
-probability of each multiple differs from its exact value by a factor within 1 ± 2⁻⁴⁵. The table ends at 13 σ, which
-changes the distribution by less than 2⁻¹²⁵. For 10⁷ parameters and 100 rounds, both effects change ε by less than 10⁻⁸.
+and a 128-bit uniform number selects an interval. Rejection sampling selects one of 2¹⁶ cells in this interval. Up to
+13 σ, the probability of each multiple differs from its exact value by a factor within 1 ± 2⁻⁴⁵. The table ends at 13 σ,
+which changes the distribution by less than 2⁻¹²⁵. For 10⁷ parameters and 100 rounds, both effects change ε by less than
+10⁻⁸.
 """
 
 import math

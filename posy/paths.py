@@ -1,4 +1,4 @@
-"""Handle paths from users. Posy treats an invalid path as missing, so it never causes a traceback."""
+"""Handle paths from users. Posy treats an invalid path as missing, so such a path never causes a traceback."""
 
 import hashlib
 import os
@@ -7,11 +7,11 @@ from pathlib import Path
 from posy.settings import SettingsError, quoted
 
 START_DIRECTORY = "POSY_START_DIRECTORY"
-"""Environment variable that holds a run's start directory, for processes that have changed directory."""
+"""Environment variable that holds a run's start directory, for processes that change their working directory."""
 
 
 def expanded(text: str) -> Path:
-    """Return a path with ``~`` expanded. Raise :class:`SettingsError` if the user after ``~`` does not exist."""
+    """Return a path with ``~`` expanded. Raise :class:`SettingsError` if the user named after ``~`` does not exist."""
     try:
         return Path(text).expanduser()
     except RuntimeError:
@@ -33,7 +33,7 @@ def flwr_home() -> Path:
 
 
 def exists(path: Path) -> bool:
-    """Return whether a path exists; a name that is too long gives False instead of an error from pathlib."""
+    """Return whether a path exists. If a name is too long, return False instead of raising pathlib's error."""
     try:
         return path.exists()
     except OSError:
@@ -41,7 +41,7 @@ def exists(path: Path) -> bool:
 
 
 def is_file(path: Path) -> bool:
-    """Return whether a path is a file; a name that is too long gives False instead of an error from pathlib."""
+    """Return whether a path is a file. If a name is too long, return False instead of raising pathlib's error."""
     return exists(path) and path.is_file()
 
 

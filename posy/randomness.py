@@ -23,7 +23,7 @@ def seed_of(seed: int, purpose: str, *key: int) -> int:
 
 
 def model_seed(seed: int, number: int) -> int:
-    """Return the seed of the initial weights of model ``number``; model 0 has the seed of the run itself."""
+    """Return the seed of the initial weights of model ``number``; model 0 uses the run's own seed."""
     return seed_of(seed, "model", number) if number else seed
 
 
@@ -33,8 +33,8 @@ def numpy_generator(seed: int, purpose: str, *key: int) -> np.random.Generator:
 
 
 def torch_generator(seed: int, purpose: str, *key: int) -> "torch.Generator":
-    """Return a PyTorch generator on the CPU, so that runs on every device draw the same numbers."""
-    import torch  # noqa: PLC0415 - slow, and not needed for settings
+    """Return a PyTorch generator on the CPU, so that runs draw the same numbers on every device."""
+    import torch  # noqa: PLC0415 - slow to import, and not needed for settings
 
     return torch.Generator().manual_seed(seed_of(seed, purpose, *key))
 
@@ -42,7 +42,7 @@ def torch_generator(seed: int, purpose: str, *key: int) -> "torch.Generator":
 @contextmanager
 def own_generator(device: "torch.device | None" = None) -> Iterator[Callable[[int], None]]:
     """Yield a function that seeds PyTorch's default generators, and restore their state afterwards."""
-    import torch  # noqa: PLC0415 - slow, and not needed for settings
+    import torch  # noqa: PLC0415 - slow to import, and not needed for settings
 
     gpus = [device] if device is not None and device.type == "cuda" else []
 

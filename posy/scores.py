@@ -77,7 +77,7 @@ class Predictions:
         return [self.positive] if self.is_binary else list(range(self.size))
 
     def rows(self, indices: npt.NDArray[np.integer]) -> "Predictions":
-        """Return the predictions for some of the samples, which may repeat."""
+        """Return the predictions for the samples with these indices, which may repeat."""
         return replace(self, y=self.y[indices], outputs=self.outputs[indices])
 
 
@@ -87,7 +87,7 @@ class Predictions:
 def log_losses(p: Predictions) -> Floats:
     """Return the negative log-likelihood of each sample ``(n,)``; with labels, the mean over its labels.
 
-    Like scikit-learn, the function replaces smaller probabilities by float64's epsilon.
+    Like scikit-learn, the function replaces probabilities below float64's epsilon with this epsilon.
     """
     if p.target == CLASSES:
         likelihoods = p.outputs[np.arange(len(p.y)), p.y][:, None]
@@ -238,7 +238,7 @@ def weighted(p: Predictions, weights: Floats, names: Collection[str]) -> dict[st
     Parameters
     ----------
     p : Predictions
-        The predictions for n samples, of which there is at least one.
+        The predictions for n ≥ 1 samples.
     weights : numpy.ndarray, float64, (B, n)
         B sets of weights of the samples. A sample with weight k counts k times.
     names : collection of str

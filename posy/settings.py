@@ -125,7 +125,7 @@ def parse_limit(limit: str) -> tuple[str, int]:
 
 
 class Search(NamedTuple):
-    """Search range for a number that `posy tune` tunes, on a logarithmic scale if ``log`` is true."""
+    """Range in which `posy tune` searches for a number, on a logarithmic scale if ``log`` is true."""
 
     low: float
     high: float
@@ -298,7 +298,7 @@ def _settings_of(cls: type, prefix: str) -> Mapping[str, Setting]:
 
 
 def _with_method(setting: Setting, method: str) -> Setting:
-    """Return a setting whose condition names the method instead of ``{method}``."""
+    """Return a setting with ``{method}`` in its condition replaced by the method's name."""
     return dataclasses.replace(setting, needs=setting.needs.replace("{method}", method))
 
 
@@ -386,8 +386,8 @@ def set_in(where: str) -> str:
 def with_sources(message: str, values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
     """Add to an error message the sources of the settings that it quotes as ``key = value``.
 
-    The function adds each source once, after the first setting from it. If the message does not quote any setting but
-    begins with the key of a setting, the function appends this setting's source.
+    The function adds each source once, after the first quoted setting from that source. If the message does not quote
+    any setting but begins with the key of a setting, the function appends this setting's source.
 
     Parameters
     ----------

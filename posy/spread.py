@@ -75,7 +75,7 @@ def spread(values: Sequence[float], weights: Sequence[float], *, lower_is_better
 
 
 def majority_vote(predictions: Iterable[npt.NDArray[np.integer]], num_classes: int) -> npt.NDArray[np.int64]:
-    """Return the class that most models predict for each sample, ``(n,)``. Ties go to the lowest class.
+    """Return the class that most models predict for each sample, ``(n,)``. Ties go to the lowest class index.
 
     ``predictions`` contains each model's predicted classes ``(n,)``, 0..C-1. At least one model is required.
     """

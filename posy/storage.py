@@ -120,8 +120,10 @@ def read_arrays(path: Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]
 
     Raises
     ------
-    DamagedFileError, FileNotFoundError
-        If the file is truncated or its content has changed, or if the file does not exist.
+    DamagedFileError
+        If the file is truncated or its content has changed.
+    FileNotFoundError
+        If the file does not exist.
     """
     with _reading(path):
         # Among safetensors' frameworks, only "pt" maps the file into memory. "np" copies every array.
@@ -160,7 +162,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to the types of JSON and YAML: no NumPy types, no tuples, and None for NaN and infinity."""
+    """Convert a value to types that JSON and YAML support: no NumPy types, no tuples, and None for NaN and infinity."""
     if isinstance(value, (np.ndarray, np.generic)):
         value = value.tolist()
     if isinstance(value, float):
@@ -187,7 +189,7 @@ def is_folder_name(name: str) -> bool:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Convert the errors that a damaged file causes to :class:`DamagedFileError`."""
+    """Re-raise errors caused by a damaged file as :class:`DamagedFileError`."""
     try:
         yield
     except FileNotFoundError:

@@ -17,7 +17,7 @@ from yaml.constructor import ConstructorError
 from posy.settings import SettingsError
 
 MAX_BYTES, MAX_DEPTH, MAX_NODES = 4 << 20, 50, 200_000
-"""Limits for a file. The values of an anchor count again for each of its aliases."""
+"""Limits for a file. Each alias counts all values of its anchor again."""
 
 _TAG = "tag:yaml.org,2002:"
 # A plain scalar has the type of the first pattern that matches all of it. If none matches, it is a string.
@@ -70,7 +70,7 @@ class _Loader(Composer, yaml.CSafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """Construct a whole number; 010 is ten."""
+        """Construct an integer; 010 is ten."""
         text = str(self.construct_scalar(node))
         return int(text[2:], {"0o": 8, "0x": 16}[text[:2]]) if text[:2] in ("0o", "0x") else int(text)
 
@@ -133,5 +133,5 @@ def read_yaml(path: Path, keys: tuple[type, ...] = (str,)) -> dict[Any, Any]:
 _parsed = lru_cache(maxsize=1024)(parse)
 """A cached version of :func:`parse`, because building a table reads a run's file several times.
 
-Callers may not modify its results.
+Callers must not modify its results.
 """

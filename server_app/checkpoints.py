@@ -26,7 +26,7 @@ from posy.strategies.settings import Settings
 MAX_CHECKPOINTS = 2
 """Number of checkpoints kept on disk: the newest and a spare."""
 WRITING_SHARE = 0.02
-"""Maximum fraction of a run's time spent on checkpoints that checkpoint-every does not schedule. A killed run
+"""Maximum fraction of a run's time that Posy spends on checkpoints not scheduled by checkpoint-every. A killed run
 therefore loses at most about 50 times the time that it takes to write a checkpoint."""
 ARRAYS = "server.safetensors"
 

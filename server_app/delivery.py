@@ -104,7 +104,7 @@ class PollingGrid(WaveGrid):
         self.enough = 1
         """Number of replies that a training phase needs."""
         self.grace: float | None = None
-        """Seconds that the other nodes have left once ``enough`` replies have arrived, or None for no limit."""
+        """Seconds to wait for the other nodes once ``enough`` replies have arrived, or None for no limit."""
         self.on_wait: Callable[[Wait], object] = lambda wait: None
         """Called before each request for replies."""
         self.late: dict[int, Delivery] = {}

@@ -25,7 +25,7 @@ def pause(waited: float) -> float:
 
 
 class PosyGrid(Grid):
-    """A grid without the parts of Flower's interface that Posy does not use."""
+    """A grid that omits the parts of Flower's interface that Posy does not use."""
 
     def set_run(self, run: Any) -> None:
         """Not supported."""

@@ -17,7 +17,7 @@ from posy.strategies.columns import predictions_with
 from posy.strategies.run_settings import RunSettings
 
 MAJORITY = 0.8
-"""Minimum share of the largest class at which a summary warns that accuracy hides mistakes in the other classes."""
+"""Minimum share of samples in one class at which a summary warns that accuracy hides mistakes in other classes."""
 
 
 def pooled_scores(
@@ -79,14 +79,14 @@ def joined(parts: Sequence[Predictions], task: Task, run: RunSettings) -> Predic
 
 
 def _none(task: Task, run: RunSettings) -> Predictions:
-    """Return predictions for no samples."""
+    """Return an empty set of predictions."""
     count = len(task.class_names)
     shape, kind = ((0,), np.int64) if task.target == CLASSES else ((0, count), np.float64)
     return predictions_with(task, run, np.empty(shape, kind), np.empty((0, count)))
 
 
 def majority_notice(scores: dict[str, Any], names: Sequence[str], metric: Metric, point: str) -> str:
-    """Return a warning if always predicting the largest class gives a high accuracy, else an empty string."""
+    """Return a warning if always predicting the largest class gives a high accuracy, or an empty string."""
     entry = scores.get(point)
     if metric.name != "accuracy" or not entry or "confusion" not in entry:
         return ""

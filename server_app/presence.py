@@ -140,6 +140,6 @@ class Presence:
             return f"a node cannot serve this run: {reasons}"
         return (
             f"num-clients = {self._num_clients}{f', min-clients = {min_clients}' if min_clients else ''}, but the "
-            f"{len(self._nodes)} connected nodes host {hosted} of them after {round(min(waited, timeout), 2):g} s"
-            + (f"; excluded: {reasons}" if reasons else "")
+            f"{len(self._nodes)} connected nodes host {hosted} of these clients after "
+            f"{round(min(waited, timeout), 2):g} s" + (f"; excluded: {reasons}" if reasons else "")
         )

@@ -21,7 +21,7 @@ from posy.words import one_line
 MAX_NAME = 100
 """Maximum number of characters in a node's name."""
 MAX_WARNINGS, MAX_WARNING, MAX_WARNED = 20, 300, 2000
-"""Maximum number of warnings to log per reply, of characters per warning, and of warnings to log per run."""
+"""Maximum numbers of warnings logged per reply, of characters per warning, and of warnings logged per run."""
 TOLERANCE = 1e-3
 """Absolute and relative tolerance for differences between fingerprints of the same tensors on two machines."""
 

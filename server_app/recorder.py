@@ -104,7 +104,7 @@ class Recorder:
         self.privacy = PrivacyLedger(settings, self.directory.path, lambda client: strategy.clients[client].num_train)
         strategy.rounds.before_training = self.privacy.note
         self.rounds = 0
-        # The server's state after the last finished round; None while recording a round, or if the state is large.
+        # The server's state after the last finished round; None while a round is recorded, or if the state is large.
         self._server_state: dict[str, npt.NDArray[np.generic]] | None = None
         self._versions: dict[int, str] = {}
         self.system: SystemAccuracy | None = None
@@ -289,7 +289,7 @@ class Recorder:
         self.status.note(round=self.rounds, dropped=sum(self.totals.dropped.values()))
 
     def prepare_messages(self, *, shares_files: bool, one_file_system: bool) -> None:
-        """Add to the strategy's messages the folders for the clients' files and the versions to keep.
+        """Extend the strategy's messages with the folders for the clients' files and the versions to keep.
 
         With ``shares_files``, the clients can write into the run's directory. With ``one_file_system``, this directory
         also contains their states.

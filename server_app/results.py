@@ -155,7 +155,7 @@ class RunDirectory:
                 intact_ends.append((end, expected))
             path.touch()
             os.truncate(path, intact_ends[-1][0])
-            # A round whose rows are lost ends where the last intact round ends.
+            # If a round's rows are lost, the end of the last intact round replaces its end.
             self.grown[name] = (intact_ends + [intact_ends[-1]] * len(rounds))[1 : len(rounds) + 1]
 
 

@@ -160,7 +160,7 @@ class RunStatus:
         return content
 
     def write(self, *, force: bool = False) -> None:
-        """Write the file after a change, at most once a second unless ``force``; an error does not end the run."""
+        """Write the file after a change, at most once a second unless ``force`` is true. Errors do not end the run."""
         if self._path is None or not self._changed or not (force or time.monotonic() - self._written > WRITE_SECONDS):
             return
         text = json.dumps(self.as_json(), ensure_ascii=False) + "\n"

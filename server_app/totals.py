@@ -137,7 +137,7 @@ class Totals:
         )
 
     def early_stop(self, patience: int, point: str, metric: Metric) -> dict[str, Any]:
-        """Return the entry for the summary if ``patience`` has ended the run."""
+        """Return the summary's entry for early stopping, which is empty unless ``patience`` has ended the run."""
         if not self.patience_ended:
             return {}
         reason = f"no improvement in the {metric.title} of the {point} models on the validation splits"
@@ -174,7 +174,7 @@ class Totals:
 
 
 def _by_client(rounds: Mapping[int, int]) -> list[dict[str, int]]:
-    """Return each client with its number of rounds, in client order."""
+    """Return an entry for each client with its number of rounds, in client order."""
     return [{"client": client, "rounds": number} for client, number in sorted(rounds.items())]
 
 

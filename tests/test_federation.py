@@ -430,7 +430,7 @@ def test_a_site_is_one_client_despite_conflicting_partition_ids(
     grid = Script(*(site("site-a") | words for words in ({"partition-id": 0}, {"partition-id": 1}, {})))
     settings = with_min_clients(replace(site_settings, data=replace(site_settings.data, num_clients=2)), minimum)
     if minimum == 2:
-        with pytest.raises(SettingsError, match=r"host 1 of them .* excluded: site-a: .*partition-id is 1"):
+        with pytest.raises(SettingsError, match=r"host 1 of these clients .* excluded: site-a: .*partition-id is 1"):
             grid.join_federation(settings)
         return
     members = grid.join_federation(settings)

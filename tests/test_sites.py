@@ -729,7 +729,7 @@ def test_a_site_with_bad_data_is_excluded(
     settings = config | {"min-clients": min_clients, "method": "fedavg", "classes": "0,1,2,3,4,5,6,7,8,9"}
     reason = "unreadable-images, count below 2"
     if not completes:
-        with pytest.raises(SettingsError, match="nodes host 2 of them") as caught:
+        with pytest.raises(SettingsError, match="nodes host 2 of these clients") as caught:
             run(NodeGrid(*sites), settings)
         assert reason in str(caught.value) and str(tmp_path) not in str(caught.value)
         return
