@@ -25,7 +25,7 @@ class Refused(NamedTuple):
 
 
 Answer: TypeAlias = Literal[True] | str
-"""The declaration of a method's author: True if the method supports a feature, otherwise the reason why it does not."""
+"""An author's declaration: True if the method supports a feature, otherwise the reason why it does not."""
 ALLOWED = None
 """Used instead of :class:`Refused` if a method supports a feature."""
 

@@ -56,7 +56,7 @@ class Program:
 
 @dataclass(frozen=True)
 class MethodCard:
-    """The facts about a method that its page in ``docs/methods`` states.
+    """The facts about a method for its page in ``docs/methods``.
 
     Parameters
     ----------

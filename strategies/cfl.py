@@ -172,7 +172,7 @@ class Descent(NewcomerPhase):
         return following
 
     def _choose_side(self, client: int, update: Update) -> None:
-        """Move a newcomer to the cluster that split off if that side has the update most similar to its own."""
+        """Move a newcomer to the new cluster if that side has the update most similar to the newcomer's."""
         cfl = self.strategy
         index = cfl.descending[client]
         change = cfl.parameters.take(update.arrays["model"] - cfl.split_models[index])
@@ -285,8 +285,8 @@ def split(
 def bipartition(similarity: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
     """Return the mask ``(m,)`` of the second part of the bipartition with the smallest maximum similarity across parts.
 
-    The function considers the pairs of clients in order of decreasing similarity. It merges the parts of both clients
-    until two parts remain. The first client is in the first part.
+    The function considers the pairs of clients in order of decreasing similarity. For each pair, it merges the two
+    clients' parts, until only two parts remain. The first client is in the first part.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
 """Settings of local training that differ between clients: the setting ``client-settings``, and a node's own values.
 
-A node sets values in its node config. The run accepts them within the bounds of the setting ``client-bounds``.
+A node's values are set in its node config. The run accepts values within the bounds of the setting ``client-bounds``.
 """
 
 import json
@@ -17,7 +17,7 @@ from posy.yaml12 import parse, read_yaml
 KEYS = ("local-epochs", "local-steps", "batch-size", "lr")
 """The settings that can differ between clients."""
 NOT_SHARED = "not shared"
-"""The report of a node that has its own settings, but whose policy does not allow it to share them."""
+"""The report of a node that has its own settings, but whose policy does not allow the server to see them."""
 NodeSettings = tuple[tuple[str, int | float], ...]
 """The settings of local training in a node config, as sorted pairs of key and value."""
 
@@ -81,7 +81,7 @@ def train_settings(
 
 
 def all_train_settings(train: TrainSettings, node_settings: NodeSettings = ()) -> list[TrainSettings]:
-    """Return the training settings that a node's client may have.
+    """Return all training settings that could apply to a node's client.
 
     These are the run's settings and each client's settings from ``client-settings``. The node's settings override both.
     """

@@ -94,13 +94,13 @@ class Columns:
         return metric is None or metric.lower_is_better
 
     def spreads(self, record: RoundRecord) -> dict[str, Spread | None]:
-        """Return the spread of each column over a round's clients, or from their masked sums."""
+        """Return the spread of each column over a round's clients."""
         rows = dict(sorted(record.clients.items()))  # so that the sums do not depend on the order of the replies
         spreads = {column: self.spread_of(rows.values(), column) for column in self.in_every_round}
         return spreads | {c: values for c in self.further if (values := self.spread_of(rows.values(), c))}
 
     def spread_of(self, rows: Iterable[Mapping[str, Any]], column: str) -> Spread | None:
-        """Return the spread of a column over the clients with a value, weighted by their training samples."""
+        """Return the spread of a column over the clients with a value, weighted by number of training samples."""
         rows_with_value = [row for row in rows if column in row]
         values, weights = ([row[key] for row in rows_with_value] for key in (column, "n_train"))
         return spread(values, weights, lower_is_better=self.lower_is_better(column))

@@ -67,8 +67,8 @@ class DittoSettings(MethodSettings, robust=True):
         deviations=(
             "Clients are weighted by number of samples, whereas the paper weights them equally "
             "(`client-weights=uniform`).",
-            "Clients are drawn uniformly, whereas the authors' program draws them in proportion to their number of "
-            "samples.",
+            "Clients are drawn uniformly, whereas the authors' program draws them with probability "
+            "proportional to their number of samples.",
             "The two models see mini-batches in different orders, whereas in the authors' program they use the same "
             "mini-batches.",
         ),

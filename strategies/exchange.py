@@ -30,7 +30,7 @@ SAVE_SECONDS = 120.0
 MAX_LIFE_SECONDS = 7 * 86_400.0
 """Maximum lifetime of a message."""
 MAX_REASONS = 10
-"""Maximum number of reasons for dropping replies that Posy logs per phase."""
+"""Maximum number of reasons for dropped replies to log per phase."""
 Decoder = Callable[[int], Callable[[RecordDict], Any]]
 T = TypeVar("T")
 R = TypeVar("R")
@@ -56,9 +56,9 @@ class Exchange:
         self.models_folder: Path | None = None
         self.states = ClientStates()
         self.saving = False
-        self.predictions_folder: Path | None = None
-        """The folder in which clients store their predictions in an evaluation that reports all metrics, if any."""
         """Whether clients store their models in this round (see :data:`SAVE_SECONDS`)."""
+        self.predictions_folder: Path | None = None
+        """The folder for the clients' predictions in evaluations that report all metrics; None to store none."""
         self.phase: list[Message] = []
         """The training or evaluation messages of this phase."""
         self.sent: list[Message] = []

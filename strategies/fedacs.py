@@ -1,4 +1,4 @@
-"""FedACS: attention between client models by cosine similarity.
+"""FedACS: attention between client models, computed from cosine similarity.
 
 "Personalized Federated Learning with Attention-Based Client Selection": the server compares the clients' models. It
 sends each client a weighted mean of the models that are most similar to the client's own.

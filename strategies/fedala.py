@@ -1,6 +1,6 @@
 """FedALA (Zhang et al., 2023): each client learns, entry by entry, how far to move from its model to the global one.
 
-Only the upper layers are mixed, and the lower layers are those of the global model. ``served`` scores the mixture.
+A client mixes only the upper layers, and takes the lower layers from the global model. ``served`` scores the mixture.
 """
 
 from typing import TYPE_CHECKING

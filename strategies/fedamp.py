@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
 SMALLEST = 1e-30
-"""Lower bound on sigma, at which only equal models attend to each other; below it, quotients might overflow."""
+"""Lower bound on sigma, at which only identical models attend to each other; below it, quotients might overflow."""
 NEGLIGIBLE = 1e-3
 """Attention below which Posy reports that models do not attend to each other."""
 

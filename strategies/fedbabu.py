@@ -35,7 +35,7 @@ class FedBABUSettings(FedAvgFTSettings, dp_sgd=True, robust=True):
         client_state={},
         scored=(
             "The local model, because the authors report the personalised accuracy after fine-tuning (analysis.ipynb). "
-            "Their initial accuracy corresponds to the served model."
+            "The authors' initial accuracy corresponds to the served model."
         ),
         deviations=(
             "Clients are weighted by number of samples, whereas the paper's program weights them equally "

@@ -43,7 +43,7 @@ class FedCPSettings(MethodSettings, robust=True, point="served"):
         scored="The served model, because the authors' program evaluates before local training (servercp.py, "
         "FedCP.train).",
         deviations=(
-            "The shares r and s are a plain softmax. The authors' program adds Gumbel noise, even at test time.",
+            "A plain softmax gives the shares r and s. The authors' program adds Gumbel noise, even at test time.",
             "v_i is always computed from the current head, whereas the authors' program sets v_i once per round, to "
             "random numbers in round 1. SGD on the cross-entropy does not change v_i, because the gradient's rows sum "
             "to 0. Only Adam and custom losses change v_i.",

@@ -132,8 +132,8 @@ class FedFewSettings(
         },
         client_state={"personal": "heads or BatchNorm statistics of the K models, if they are personal (K, d_p)"},
         scored="The served model k_i, because Algorithm 1 selects it after the last broadcast (lines 19–24). The "
-        "authors' program scores the selected model after local training instead. Compare its results with the "
-        "column `local`.",
+        "authors' program scores the selected model after local training instead. Compare the program's results "
+        "with the column `local`.",
         deviations=(
             "`fedfew-full-steps=true` divides the step of each model by Σ_i α_i w_ik. In the paper these sums add up "
             "to 1 over all models, so the K models share one step. As a result, most clients end up with the same "

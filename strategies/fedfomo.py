@@ -1,7 +1,7 @@
 """FedFomo (Zhang et al., 2021): each client moves towards models that have a lower loss on its validation samples.
 
-A client compares the candidates with its model from before its last local training. The first candidate is its own
-trained model, and the others are models of other clients. Clients need validation samples: the run's validation
+A client compares the candidates with the model that it had before its last local training. The first candidate is its
+own trained model, and the others are models of other clients. Clients need validation samples: the run's validation
 split (``validation-fraction``), or a part of their training samples that they set aside (``fedfomo-validation``).
 """
 

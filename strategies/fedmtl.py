@@ -65,7 +65,7 @@ class FedMTLSettings(
         client_state={"model": "the trained model w_i (d,)"},
         scored="The local model, because each task has one model, which its client trains.",
         deviations=(
-            "The clients take SGD steps on w_i. MOCHA's dual solver needs convex losses.",
+            "The clients take SGD steps on w_i, because MOCHA's dual solver needs convex losses.",
             "F_i is a mean loss, and all clients have the same weight. The paper sums the losses of all samples.",
             "The server updates Ω in each round, whereas the paper alternates between W and Ω.",
             "Σ has 1/M added to its diagonal before the inversion, because equal models make it singular.",

@@ -1,9 +1,9 @@
 """FedPAC (Xu et al., 2023): clients share a body, align its features with global class means, and combine heads.
 
 In each round, a client first trains the received head. It then trains the body, and pulls the body's features towards
-the class means. For each client of the round, the server combines the heads received in that round. The weights
-minimise an estimate of the client's test error. The server computes this estimate from statistics of the served body's
-features.
+the class means. For each client of the round, the server combines the heads received in that round. The weights of
+the heads minimise an estimate of the client's test error. The server computes this estimate from statistics of the
+served body's features.
 
 A client that has not yet taken part receives the mean of the last round's heads. A client that is absent from a round
 keeps its previous head.

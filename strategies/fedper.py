@@ -31,7 +31,7 @@ class FedPerSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):
         client_state={"personal": "the client's personalisation layers W_P,j, flat"},
         scored=(
             "The served model, which combines the averaged base layers with the client's own last layers. FedRep's "
-            "program and PFLlib score FedPer in this way."
+            "program and PFLlib score the same model."
         ),
         program=Program(
             "TsingZ0/PFLlib",

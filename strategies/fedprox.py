@@ -45,7 +45,8 @@ class FedProxSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):
         scored="The served model, because the paper and its program score the averaged model.",
         deviations=(
             "As in the authors' program, clients are drawn uniformly and weighted by number of samples. Algorithm 2 "
-            "draws them in proportion to their number of samples and weights them equally (`client-weights=uniform`).",
+            "draws them with probability proportional to their number of samples, and weights them equally "
+            "(`client-weights=uniform`).",
             "All clients complete their local training. The paper also studies clients that stop early.",
         ),
         program=Program(

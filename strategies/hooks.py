@@ -106,7 +106,7 @@ class ServerHooks:
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Update the server's state, and return the method's metrics for the round's record.
 
-        ``updates`` is never empty. It is sorted by client, so that sums do not depend on the order of arrival.
+        ``updates`` is never empty, and is sorted by client, so that sums do not depend on the order of arrival.
         """
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""IFCA (Ghosh et al., 2020): K cluster models, of which each client trains the one with the lowest loss on its data."""
+"""IFCA (Ghosh et al., 2020): each client trains the cluster model with the lowest loss on its data."""
 
 from typing import TYPE_CHECKING, Any
 

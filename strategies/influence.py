@@ -20,7 +20,7 @@ from posy.words import describe_clients
 
 
 class Influence:
-    """The limits on update norms and client weights, and the robust rule of a run.
+    """A run's limits on update norms and client weights, and its robust rule.
 
     Parameters
     ----------

@@ -30,7 +30,7 @@ class LatestModels(PersonalisedStrategy):
         self.stateless[clients] = 1
 
     def store(self, updates: list[Update]) -> None:
-        """Store the models in the updates."""
+        """Store the models from the updates."""
         clients = [update.client for update in updates]
         trained = np.union1d(self.seen, clients)
         if len(trained) > len(self.seen):

@@ -2,8 +2,9 @@
 
 Every primitive comes from `cryptography` (X25519, HKDF, AES, ChaCha20-Poly1305) or PyCryptodome (Shamir's secret
 sharing over GF(2^128)). This module does not use Flower's `flwr.common.secure_aggregation`. Flower draws masks from
-NumPy's Mersenne Twister with 32-bit seeds, which is not cryptographically secure. Its masks never take the largest
-value below the modulus. Flower also rounds with NumPy's global generator, and it splits text-encoded keys into shares.
+NumPy's Mersenne Twister with 32-bit seeds, which is not cryptographically secure. Its masks never contain the
+largest value below the modulus. Flower also rounds with NumPy's global generator, and it splits text-encoded keys into
+shares.
 """
 
 import hashlib

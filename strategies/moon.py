@@ -1,7 +1,7 @@
 """MOON (Li et al., 2021): a contrastive term pulls a client's features towards the global model's features.
 
 The term also pushes the features away from the features of the client's previous model. Features are the head's inputs,
-instead of the outputs of the paper's projection head, so that all methods train the same network. In a client's first
+rather than the outputs of the paper's projection head, so that all methods train the same network. In a client's first
 round, the previous model is the global model, and the term is constant.
 """
 

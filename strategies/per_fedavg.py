@@ -86,7 +86,7 @@ class PerFedAvgSettings(MethodSettings, robust=True):
         client_state={},
         scored="The local model, because the paper scores w after one step on the client's data.",
         deviations=(
-            "The mean over clients is weighted by number of samples. In the paper, it is uniform "
+            "The mean over clients is weighted by number of samples. The paper weights clients equally "
             "(`client-weights=uniform`).",
             "D, D′ and D″ are parts of one mini-batch of `batch-size` samples, not one mini-batch each.",
             "Momentum, weight decay, clipping and Adam act on the meta-gradient, whereas the adaptation is plain SGD.",

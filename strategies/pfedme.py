@@ -1,6 +1,7 @@
-"""pFedMe (T. Dinh et al., 2020): personal models near a global one, which minimises the mean of their Moreau envelopes.
+"""pFedMe (T. Dinh et al., 2020): a global model minimises the mean Moreau envelope of the clients' losses.
 
-The learning rate of the run is the paper's η. ``served`` scores the global model w, and ``local`` the personal model θ.
+Each client's personal model stays near the global model. The learning rate of the run is the paper's η. ``served``
+scores the global model w, and ``local`` the personal model θ.
 """
 
 from logging import WARNING
@@ -102,8 +103,8 @@ class PFedMeSettings(MethodSettings, robust=True):
             "program scores contains w_i at the time of scoring (`pfedme-scored=w`)."
         ),
         deviations=(
-            "The mean over clients is weighted by number of samples, as in the authors' program. In the paper, it is "
-            "uniform (`client-weights=uniform`).",
+            "The mean over clients is weighted by number of samples, as in the authors' program. The paper weights "
+            "clients equally (`client-weights=uniform`).",
             "θ starts at w and continues from mini-batch to mini-batch, as in the authors' program. The paper does not "
             "specify the starting point.",
             "`weight-decay` is part of f_i. The authors' program uses a weight decay of 0.001 for θ. The paper uses 0, "

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PAPER_ROUNDS = (30, 50, 40, 40)
-"""Number of rounds in each stage of the paper."""
+"""The paper's number of rounds for each stage."""
 
 
 class PPFESettings(MethodSettings, robust=True, point="served"):
@@ -179,18 +179,18 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
         deviations=(
             "`ppfe-beta=samme` adds ½ log(C − 1) to the paper's coefficient and never lets it become negative. On "
             "digits, the served ensembles reach an accuracy of 95.6 % with `samme` and 96.4 % with `adaboost` "
-            "(docs/results.md). `adaboost` is the paper's rule, and the papers' settings select it.",
+            "(docs/results.md). `adaboost` is the paper's rule, which the settings of the paper's experiments select.",
             "Algorithm 1 and Appendix A.4 describe different reductions. `ppfe-reduction=svd` is Algorithm 1's. "
-            "`svd-fedavg` is the appendix's reduction, and the papers' settings select it. It transmits 98.8, 83.8 and "
-            "19.5 % of the CIFAR-100 network's parameters, as Section 6.3.3 reports.",
+            "`svd-fedavg` is the appendix's reduction, which the settings of the paper's experiments select. It "
+            "transmits 98.8, 83.8 and 19.5 % of the CIFAR-100 network's parameters, as Section 6.3.3 reports.",
             "Eq. 7 gives hard samples less weight. Posy gives them more weight, as in Algorithm 1 and AdaBoost.",
-            "Algorithm 1, line 21, uses the coefficient of the new stage before it is computed. In Posy, the new model "
+            "Algorithm 1, line 21, uses the coefficient of the new stage before computing it. In Posy, the new model "
             "enters the ensemble with a coefficient that is computed from this model's error alone.",
             "ε is clipped to [1e-6, 1 − 1e-6], so that β is finite.",
             "The paper covers only classification. As an extension, Posy boosts other tasks with the same formulas. A "
             "label counts as a binary class, and `zero-one` is a sample's share of wrong labels (Hamming loss). For "
             "values, ℓ is the absolute error divided by its maximum, so ε and the weights follow AdaBoost.R2 (Drucker, "
-            "1997) with half of its exponent. The ensemble is the mean of the values, weighted by β as in Eq. 8, "
+            "1997) with half its exponent. The ensemble is the mean of the values, weighted by β as in Eq. 8, "
             "whereas AdaBoost.R2 uses a weighted median. A stage with ε > ½ has no weight.",
             "With `class-weights=balanced` ω starts at the class weights instead of 1. The paper has no class weights.",
             "A client that misses the end of a stage completes the stage at its next message, with the personal layers "
@@ -287,7 +287,7 @@ class PPFE(PersonalisedStrategy):
         return self._is_end(server_round) or super().trains_all(server_round)
 
     def train_config(self, server_round: int, client: int) -> dict[str, Any]:
-        """Return the stage's number and finished rounds, whether the round ends it, and whether weights are uniform."""
+        """Return the stage's number, its finished rounds, whether the round ends it and whether weights are uniform."""
         return {
             "stage": self.stage.number,
             "stage-ends": self._is_end(server_round),

@@ -39,7 +39,7 @@ from posy.strategies.settings import Settings
 from posy.yaml12 import parse, read_yaml
 
 PAPERS = Path(__file__).resolve().parent.parent / "papers"
-"""Directory with a folder for each paper's tables and figures, and for its experiments (files in ``settings/``)."""
+"""Directory with one folder per paper, for its tables, figures and experiments (files in ``settings/``)."""
 
 RENAMED: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "ifca-mean": ("client-weights", {"weighted": "samples", "uniform": "uniform"}),
@@ -220,7 +220,7 @@ def _samples_of(config: Mapping[str, Any]) -> str:
 
 
 def parse_words(words: Sequence[str], where: str) -> dict[str, Scalar]:
-    """Parse ``key=value`` words into settings, each value as its setting's type.
+    """Parse ``key=value`` words into settings, and convert each value to its setting's type.
 
     Raises :class:`SettingsError` for a malformed word, and for an unknown or repeated key.
     """

@@ -106,7 +106,7 @@ class RoundRecord:
     trained: set[int] = field(default_factory=set)
     """Clients whose updates the server has accepted; empty if the round has failed."""
     evaluated: int = 0
-    """Number of clients with test samples that received an evaluation message (``asked``), and number that replied."""
+    """Numbers of clients with test samples: those sent an evaluation message (``asked``), and those that replied."""
     sums: dict[str, Any] = field(default_factory=dict)
     """With secure aggregation, the scores summed over clients (:class:`~posy.strategies.score_sums.Tally`), by key."""
     bytes_up: int = 0

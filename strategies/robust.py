@@ -127,7 +127,7 @@ def median(rows: FloatArray, block: int = BLOCK) -> FloatArray:
 
 
 def trimmed_mean(rows: FloatArray, fraction: float, block: int = BLOCK) -> Combined:
-    """Return the mean of each column without its ⌊fraction M⌋ smallest and largest values.
+    """Return the mean of each column without its ⌊fraction M⌋ smallest and ⌊fraction M⌋ largest values.
 
     All clients have the same weight, so a fraction of 0 gives the unweighted mean. A client's share is the fraction of
     the remaining values that come from the client.

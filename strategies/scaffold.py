@@ -76,7 +76,7 @@ class SCAFFOLDSettings(
         client_state={"control": "the client's control variate c_i (d,)"},
         scored="The served model, because the paper reports the test accuracy of x.",
         deviations=(
-            "Both means weight clients by n_i, because the objective does. In the paper, they are uniform "
+            "Both means weight clients by n_i, because the objective does. The paper weights clients equally "
             "(`client-weights=uniform`).",
             "With `momentum` β, K in Eq. 4 becomes Σ_{k=1..K} (1 − β^k) / (1 − β), so that c_i⁺ remains a mean of "
             "gradients. The paper uses plain SGD. With K unchanged, training diverges for β > 0.5.",

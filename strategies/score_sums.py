@@ -116,7 +116,7 @@ class ScoreSums:
 
     @cached_property
     def count(self) -> int:
-        """Number of integers that a client adds: three or more per tally, and its number of processed samples."""
+        """Number of integers that a client adds: three or more per tally, and one for its processed samples."""
         return sum(len(self._empty(key)) for key in self.keys) + 1
 
     def numbers(

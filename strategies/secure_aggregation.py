@@ -5,8 +5,8 @@ A round has five stages:
 1. Each client sends its public keys.
 2. Each client sends encrypted shares of two secrets to its neighbours.
 3. Each client trains, and sends its masked update and scores.
-4. Each client signs the list of survivors, the clients whose updates have arrived (ConsistencyCheck of Bonawitz et al.,
-   2017, Figure 4).
+4. Each client signs the list of survivors, which are the clients whose updates have arrived (ConsistencyCheck of
+   Bonawitz et al., 2017, Figure 4).
 5. Each client checks that enough clients of the whole cohort have signed the same list. For each neighbour on the list,
    it then reveals a share of the neighbour's self-mask. For any other neighbour, it reveals a share of the neighbour's
    private key. The server recovers the secrets from the shares, computes their masks, and subtracts the masks from the
@@ -59,7 +59,7 @@ TRAINING, EVALUATION, STATISTICS = "", "evaluation", "statistics"
 NEXT = "next-round"
 """Entry in a ``survivors`` or ``unmask`` request: the next round, whose keys or shares are requested early."""
 AGAIN = "again"
-"""Entry in a request for keys: any earlier keys and shares for this round are void."""
+"""Entry in a request for keys that voids any earlier keys and shares for this round."""
 MASKED = "masked"
 """Name of the array with a reply's masked words."""
 PER_CLIENT = frozenset(("client", "site", "state-from", "state-keep", "evaluate-personal", "sources", "shares"))

@@ -168,7 +168,7 @@ class SecureRounds:
         return [Update(arrays, mean_loss, num_examples=examples, weight=self.current.weight(masked))], ""
 
     def sum_evaluations(self, replies: Iterable[Message]) -> MetricRecord | None:
-        """Record the sums of the clients' scores, and return the mean served accuracy; None without unmasked scores."""
+        """Record the sums of the clients' scores, and return the mean served accuracy, or None if there is none."""
         strategy, record = self.strategy, self.strategy.record
         size = self.score_sums(training=False).count
 

@@ -61,7 +61,7 @@ class MethodSettings:
     """Whether :meth:`client_scores` chooses the client that answers a query; otherwise the clients' models vote."""
     dp_sgd: ClassVar[Refused | None]
     """Why the method does not support DP-SGD (``dp = sample``); :data:`ALLOWED` if it does. A client's arrays then
-    depend on its data only through one local training whose objective is a mean over samples."""
+    depend on its data only through a single run of local training, whose objective is a mean over samples."""
     robust: ClassVar[Refused | None]
     """Why another rule cannot replace the server's mean (setting ``robust``); :data:`ALLOWED` if it can. In that case,
     all clients start from one model, and the server uses their models only in the rule."""

@@ -122,7 +122,7 @@ def _to_the_minimum_of_the_face(a: Float64, point: Float64, box: Box) -> Float64
         system = np.zeros((len(free) + 1, len(free) + 1))
         system[:-1, :-1] = a[np.ix_(free, free)]
         system[:-1, -1] = system[-1, :-1] = w[free] / w[free].max()
-        # If there are several minima, the nearest one keeps the weights of equal clients equal.
+        # If there are several minima, the nearest one keeps the weights of identical clients equal.
         direction = np.linalg.lstsq(system, np.append(-(a @ point)[free], 0.0), rcond=None)[0][:-1]
         direction -= w[free] * (w[free] @ direction) / (w[free] @ w[free])
         bound = np.where(direction > 0, upper[free], lower[free])

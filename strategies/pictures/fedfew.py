@@ -1,4 +1,4 @@
-"""Pictures of FedFew: the objective, and which models serve which clients."""
+"""Pictures of FedFew: the objective, and the clients' losses and weights for each model."""
 
 from pathlib import Path
 
