@@ -1,4 +1,4 @@
-"""The ConFREE client, which trains like the FedRep client."""
+"""The ConFREE client trains like the FedRep client."""
 
 from posy.client_app.fedrep import FedRepClient
 

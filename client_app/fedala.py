@@ -15,7 +15,7 @@ from posy.strategies.replies import Update
 LAST = 10
 """Number of recent passes whose losses show whether the weights have converged."""
 MOST_PASSES = 50
-"""Maximum number of passes in which a client first learns its weights. Later rounds make one pass."""
+"""Maximum number of passes when a client learns its weights for the first time. Later rounds make one pass."""
 LEARNING = 1
 """Value of ``Train.stream`` while a client learns its weights. All passes of a round see the same batches."""
 
@@ -41,7 +41,7 @@ class FedALAClient(PersonalClient):
     def mixed_part(self) -> tuple[Part, list[Entry]]:
         """Return the mixed part of the model, and the part's entries.
 
-        BatchNorm's running statistics are not mixed, but taken from the global model.
+        BatchNorm's running statistics are not mixed. They are taken from the global model.
         """
         upper = self.method.mixed(self.architecture)
         entries = [entry for entry in self.layout.entries if entry.layer in upper and entry.trainable]

@@ -55,7 +55,7 @@ class FedASClient(PersonalClient):
 
 
 def alignment(net: Net, batch: Batch, context: Context) -> Tensor:
-    """Return the sum over classes of the mean of (f − p)² over the samples of a class and their D features.
+    """Return the mean of (f − p)² over a class's samples and their D features, summed over the classes.
 
     p is the row of ``context["prototypes"]`` ``(C, D)`` for a sample's class. All samples of a class have the same
     weight.

@@ -47,7 +47,7 @@ def statistics(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tens
     """Return the variance V ``()`` and the weighted class means h ``(C, D)`` of features ``(n, D)``.
 
     h contains each class's mean times the class's share of the samples. V = (E ||f||² − ||h||²) / n is the variance of
-    this estimate.
+    h, which is estimated from n samples.
     """
     means, counts = class_means(features, labels, num_classes)
     products = means.double() * (counts / counts.sum()).double()[:, None]

@@ -146,7 +146,7 @@ class ClientHooks:
         return Predictor([Member(parameters, self.architecture)], chosen)
 
     def initial(self, number: int = 0) -> Tensor:
-        """Return model ``number``'s initial parameters ``(d,)``, which equal the server's. Do not write to them."""
+        """Return the initial parameters ``(d,)`` of a model, the same as on the server. Do not write to them."""
         return self.workspace.initial(self.architecture, model_seed(self.settings.run.seed, number))
 
     def predict(self, predictor: Predictor, split: Split) -> Steps[Tensor]:

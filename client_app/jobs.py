@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 
 class Jobs:
-    """Runs a client's requests with the client's samples and its random streams for the round.
+    """Runs a client's requests on the client's samples, using the client's random streams for the round.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ class Jobs:
         return self.workspace.network(self.client.architecture)
 
     def job(self, work: Train) -> Job:
-        """Return the job for a training request, with the client's samples and its random streams for this round."""
+        """Return the job for a training request, including the client's samples and random streams for this round."""
         job = self._job(work)
         for number, model_job in enumerate(job.models or (job,)):
             if self.moments is not None and model_job.moments is not None:

@@ -284,7 +284,10 @@ class LocalRun:
         return values
 
     def _metrics(self, split: Split) -> list[str]:
-        """Return the names of a split's reported metrics: all metrics for test samples if the config requests them."""
+        """Return the names of the metrics to report for a split.
+
+        By default, this is the run's metric. For the test split, the config can request all metrics for the target.
+        """
         size = self.task.num_classes
         if split == "test" and self.config.get(ALL_METRICS):
             return [metric.name for metric in metrics_for(self.task.target, size)]

@@ -164,7 +164,7 @@ def discriminant(means: Tensor, covariance: Tensor, log_prior: Tensor) -> tuple[
 def folds_of(labels: Tensor, count: int) -> Tensor:
     """Return each sample's fold ``(n,)``. The samples of a class are assigned to the folds in turn.
 
-    The fold is −1 in a class with fewer than ``count`` samples.
+    Samples of a class with fewer than ``count`` samples belong to no fold and receive −1.
     """
     order = labels.argsort(stable=True)
     counts = labels.bincount()

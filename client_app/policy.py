@@ -358,7 +358,7 @@ def check_settings(policy: Policy, settings_json: str, chosen: NodeSettings = ()
 
 
 def shareable(violation: Violation, policy: Policy, chosen: NodeSettings) -> Violation:
-    """Return a violation without its reason if the reason quotes a setting that the site does not share."""
+    """Return a violation, omitting its reason if the reason quotes a setting that the site does not share."""
     quoted_keys = [key for key, _ in chosen if key in violation.reason]
     if policy.share_settings or not quoted_keys:
         return violation

@@ -1,4 +1,4 @@
-"""The pooled client: it trains on the training samples of all clients."""
+"""The pooled client trains on the training samples of all clients."""
 
 from dataclasses import replace
 

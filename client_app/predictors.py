@@ -1,4 +1,4 @@
-"""A client's models for predictions: one network, or an ensemble."""
+"""A client's predictors: a single network, or an ensemble."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,7 +39,7 @@ class Member:
 
 @dataclass
 class Predictor:
-    """One model, or an ensemble whose values or probabilities (with ``logarithms``, log-probabilities) are averaged.
+    """One model, or an ensemble that averages values or probabilities (log-probabilities if ``logarithms`` is True).
 
     ``chosen`` is the method's choice for this client, such as the index of one of the server's models.
     """
@@ -109,7 +109,7 @@ class Predictor:
 def loss_of(outputs: Tensor, y: Tensor, advice: str = "a smaller lr may help", target: str = CLASSES) -> float:
     """Return the mean cross-entropy of classes or labels, or the mean squared error of standardised values.
 
-    NaN raises a :class:`TrainingDivergedError`, whose message ends with the advice.
+    Outputs that contain NaN raise a :class:`TrainingDivergedError` whose message ends with ``advice``.
 
     Parameters
     ----------

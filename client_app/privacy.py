@@ -114,8 +114,8 @@ def noised(
 ) -> tuple[NDArrays, float]:
     """Clip a reply's arrays, add the client's noise, if any, and return the arrays and the norm of their change.
 
-    The arrays become reference + min(1, C / ‖Δ‖) Δ + noise, where ‖Δ‖ covers all arrays. They are float32, or float64
-    if they will be masked.
+    The arrays become reference + min(1, C / ‖Δ‖) Δ + noise, where ‖Δ‖ is the norm over all arrays. The result is
+    float32, or float64 if it will be masked.
 
     Parameters
     ----------

@@ -124,7 +124,7 @@ class Session:
     """The client's share of its own secrets."""
     peers: list[int] = field(default_factory=list)
     shares: list[bytes] = field(default_factory=list)
-    """The neighbours that have sent shares, and two shares from each: of its self-mask and of its private key."""
+    """The neighbours that have sent shares. Each sends two: one of its self-mask and one of its private key."""
     masked: bytes = b""
     """Digest of the masked reply that the client has sent."""
     survivors: list[int] = field(default_factory=list)
@@ -275,7 +275,7 @@ def answer(message: Message, context: Context, min_clients: int = MIN_CLIENTS) -
 
 
 def smallest_sum(node_config: Mapping[str, Any]) -> int:
-    """Return the minimum number of clients in a sum that a client joins if its site's policy sets no minimum.
+    """Return the default minimum number of clients in a sum. It applies if the site's policy sets no minimum.
 
     A site with trusted keys joins only sums over more than half of the trusted sites.
     """
@@ -450,7 +450,11 @@ def _signed(client_secrets: Secrets, survivors: list[int], min_clients: int) -> 
 
 
 def _unmask(client_secrets: Secrets, signatures: Sequence[tuple[int, bytes, bytes]], min_clients: int) -> list[bytes]:
-    """Return one share for each peer: of its self-mask if it is on the signed list, otherwise of its private key."""
+    """Return one share for each peer.
+
+    It is a share of the peer's self-mask if the peer is on the signed list, otherwise a share of the peer's private
+    key.
+    """
     session = client_secrets.load()
     if session.revealed:
         return session.shares

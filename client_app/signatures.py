@@ -1,9 +1,10 @@
 """The clients' signatures on their keys for a round, and on the list of survivors.
 
-A site has two entries in its node config. ``signing-key`` is the file with its private key, for example its node's key.
-``trusted-keys`` is a directory with the public keys (``*.pub``) of all sites, as `posy certificates` creates them. The
-server cannot impersonate such a site. A client without these entries signs with a key that it generates for the round.
-The protocol is the same, but the signatures then protect the client only if the server follows the protocol.
+A site has two entries in its node config. ``signing-key`` is the file that contains the site's private key, for example
+the node's key. ``trusted-keys`` is a directory with the public keys (``*.pub``) of all sites, as `posy certificates`
+creates them. The server cannot impersonate such a site. A client without these entries signs with a key that it
+generates for the round. The protocol is the same, but the signatures then protect the client only if the server follows
+the protocol.
 """
 
 from collections.abc import Mapping
@@ -35,7 +36,7 @@ from posy.settings import NodeConfigError
 from posy.strategies.secure_aggregation import ROUND_KEY_BYTES
 
 KEYS_OF, SURVIVORS_OF = b"posy secure aggregation, keys of ", b"posy secure aggregation, survivors of "
-"""Prefixes of signed texts, which state the purpose of the signature."""
+"""Prefixes of signed texts. Each prefix states the purpose of the signature."""
 _CURVES = {1 + (curve.key_size + 7) // 8: curve for curve in (SECP256R1(), SECP384R1(), SECP521R1())}
 """The curves, keyed by the number of bytes in a compressed point."""
 

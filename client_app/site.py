@@ -60,7 +60,7 @@ def identity(context: Context) -> dict[str, Any]:
 
 
 def describe(settings_json: str, context: Context, policy: Policy | None) -> dict[str, Any]:
-    """Return a description of this node's data with the properties that the settings do not specify.
+    """Return a description of this node's data: the properties that the settings do not specify.
 
     With secure aggregation, the description contains neither labels nor statistics. :func:`numbers` returns both for a
     masked sum.

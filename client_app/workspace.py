@@ -84,7 +84,7 @@ class Workspace:
     policy : Policy
         With ``dataset = sites``, the policy of the node.
     node_settings : tuple
-        The settings of local training in the node config, which the run allows.
+        The settings of local training in the node config, all of which the run allows.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Workspace:
         return 0 if self.of_sites else client
 
     def settings_of(self, client: int) -> Settings:
-        """Return the settings of a run for a client, which may have its own settings for local training."""
+        """Return the run's settings for one client, including the client's own settings for local training, if any."""
         if not self.settings.train.client_settings and not self.node_settings:
             return self.settings
         names = () if self.of_sites else self.partition.names
@@ -188,7 +188,7 @@ class Workspace:
         return replace(self.settings, train=train)
 
     def possible_settings(self) -> list[Settings]:
-        """Return the settings that a site's client may have. The server assigns the client's index and name later."""
+        """Return all possible settings of a site's client. The server assigns the client's index and name later."""
         possible = all_train_settings(self.settings.train, self.node_settings)
         return [replace(self.settings, train=train) for train in possible]
 

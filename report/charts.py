@@ -29,7 +29,7 @@ INK, SOFT, RULE, PAPER = "#1c1c1c", "#5b5b5b", "#dcdcdc", "#ffffff"
 COLOURS = ("#0072b2", "#c04a00", "#007a58", "#a8447c", "#966500", "#2a7fb0", INK)
 VARIABLES = {colour: f"var(--c{index})" for index, colour in enumerate(COLOURS)}
 VARIABLES |= {INK: "var(--ink)", SOFT: "var(--soft)", RULE: "var(--rule)", PAPER: "var(--paper)"}
-"""Variables of the style sheet, by colour. The style sheet also defines their values for dark mode."""
+"""Variables of the style sheet, keyed by colour. The style sheet also defines their values for dark mode."""
 DASHES, MARKERS = ("-", (0, (3, 1.5)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5))), "osD^"
 SMALL, LARGE = (240, 140), (360, 200)
 """Width and height of small charts and of large charts."""

@@ -48,9 +48,9 @@ MOST_NAMED = 12
 WORST = -1e300
 """Score of a diverged run in the ranking. It is finite, so that the run can be ranked."""
 Repeat = tuple[int, int]
-"""A seed and a fold of cross-validation, which is 0 without folds."""
+"""A seed, and a fold of cross-validation (0 without folds)."""
 Scores = Mapping[int, float]
-"""The clients' metrics, keyed by client, without the clients for whose test samples the metric is undefined."""
+"""Metrics, keyed by client. Clients for which the metric is undefined are omitted."""
 
 
 def client_scores(path: Path, point: str, server_round: int, metric: Metric) -> dict[int, float]:
@@ -183,7 +183,7 @@ def over_same_clients(rows: Mapping[str, Mapping[Repeat, Scores]]) -> dict[str, 
     Returns
     -------
     dict
-        Scores of the clients that all remaining rows cover. A row is dropped if, in any seed with scores, it covers
+        Scores of the clients that all remaining rows cover. A row is dropped if, for any seed with scores, it covers
         fewer than :data:`FULL` times as many clients as the largest row.
     """
     measured = {row: {seed: scores for seed, scores in seeds.items() if scores} for row, seeds in rows.items()}
@@ -211,8 +211,8 @@ def over_same_clients(rows: Mapping[str, Mapping[Repeat, Scores]]) -> dict[str, 
 class Ranks:
     """Ranks of methods over blocks. Each block is one seed of one data set.
 
-    ``mean`` is each method's mean rank, best (1) first. ``friedman`` is the p-value of Friedman's test that all methods
-    are equal. ``pairs`` contains the p-value of each pair of methods (Nemenyi's test).
+    ``mean`` is each method's mean rank, best (1) first. ``friedman`` is the p-value of Friedman's test of the
+    hypothesis that all methods are equal. ``pairs`` contains the p-value of each pair of methods (Nemenyi's test).
     """
 
     mean: "pd.Series[float]"
@@ -279,7 +279,7 @@ def last_round(summary: Mapping[str, Any], point: str) -> Mapping[str, Any]:
 
 
 class Run(NamedTuple):
-    """A finished run of a table."""
+    """A finished run in a table."""
 
     variant: str
     row: str
@@ -334,7 +334,7 @@ def over_clients(runs: Sequence[Run]) -> pd.DataFrame:
 
         - ``mean``, ``worst``, ``tenth``, ``std`` and ``jain`` over the clients that all rows cover
           (:func:`over_same_clients`), as means over the seeds
-        - ``clients``: number of these clients in all seeds
+        - ``clients``: number of these clients over all seeds
         - ``members``: number of clients that took part
         - ``ranked``: whether the row covers enough clients
         - ``gain-local`` and ``gain-fedavg``: gain over local training and over FedAvg, if the variant has such a row
@@ -410,7 +410,7 @@ def _goodness(score: float, lower_is_better: bool) -> float:
 def _summarise_clients(
     runs: Sequence[Run], measured: Mapping[Repeat, Scores], shared: Mapping[Repeat, Scores] | None
 ) -> dict[str, Any]:
-    """Return a row's statistics over its clients.
+    """Return statistics of a row's scores over the row's clients.
 
     ``measured`` contains the scores of the row's clients by seed. ``shared`` contains the scores of the clients that
     all rows cover, or is None if the row covers too few of them.

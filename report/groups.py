@@ -32,7 +32,10 @@ class Group:
         return self.runs[0]
 
     def curve(self, key: str, of: str = "mean") -> Band:
-        """Return a number's mean and standard deviation over the seeds in each round (0 for a single seed)."""
+        """Return a recorded number's mean and standard deviation over the seeds in each round.
+
+        The standard deviation is 0 for a single seed.
+        """
         curves = [dict(run.curve(key, of)) for run in self.runs]
         shared = sorted(set.intersection(*map(set, curves)))
         return [(n, *_mean([curve[n] for curve in curves])) for n in shared]

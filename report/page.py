@@ -24,11 +24,11 @@ from posy.words import capitalised
 MOST_CLIENTS, FIRST_CLIENTS = 60, 12
 """Maximum number of clients with a chart on a page, and number of charts that are visible at first."""
 TENTH = 11
-"""Smallest number of clients for which the lowest tenth has more than one client."""
+"""Smallest number of clients for which the lowest tenth contains more than one client."""
 MOST_ROWS = 40
 """Maximum number of rows of a heat map."""
 RECORDED = ("train_loss", "round", "cohort", "bytes_up", "bytes_down", "sent_again", "late_replies", "dp_delta")
-"""Numbers that every run records for each round. All other numbers are quantities of the method."""
+"""Numbers that every run records for each round. All other numbers are specific to the method."""
 DRAWN_HERE = (*METRICS, "loss", "clients", "partition")
 """Pictures of a run that the page replaces with its own charts."""
 WHICH = {"last": "last", "best": "best, on validation", "upper-bound": "upper bound", "average": "mean of the last"}
@@ -155,7 +155,7 @@ def _scores(groups: Sequence[Group]) -> Markup:
 
 
 def _spreads(run: Recorded, point: str) -> list[list[str]]:
-    """Return table rows with a run's scores at an evaluation point: one per round, and one for a mean over rounds."""
+    """Return table rows with a run's scores at an evaluation point: a row per round, and one for a mean over rounds."""
     rows: dict[str, list[str]] = {}
     text, columns = run.metric.format, list(SPREAD)
     if run.metric.lower_is_better:

@@ -22,7 +22,7 @@ Points = list[tuple[int, float]]
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """The files of a run, which may be in progress."""
+    """The files of a run that may still be in progress."""
 
     path: Path
     config: Mapping[str, Any]

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Samples(NamedTuple):
-    """Samples on the training device: inputs ``(n, ...)``, and targets, ``(n,)`` for classes or ``(n, C)``."""
+    """Samples on the training device: inputs ``(n, ...)``, and classes ``(n,)``, or labels or values ``(n, C)``."""
 
     x: Tensor
     y: Tensor
@@ -89,7 +89,7 @@ class Share:
     """One client's samples, and its passes over them in random order."""
 
     samples: Samples
-    passes: Sequence[int | None]  # number of steps of each pass, or None for a full pass
+    passes: Sequence[int | None]  # number of steps in each pass, or None for a full pass
     generator: torch.Generator
     size: int  # samples per batch
     smallest: int = 1  # minimum number of samples in a batch; a smaller last batch is skipped
@@ -101,7 +101,7 @@ class Share:
 
     @property
     def count(self) -> int:
-        """The number n of samples."""
+        """The number of samples, n."""
         return self.samples.y.shape[0]
 
     def length(self, steps: int | None) -> int:
@@ -177,7 +177,7 @@ class Share:
 
 
 class Schedule:
-    """The mini-batches of P clients side by side, the same as if each client trained alone.
+    """The mini-batches of P clients side by side. Each client's batches are the same as if it trained alone.
 
     The clients are sorted by decreasing number of steps, so the clients that still train at a step come first. All
     batches are padded to the size of the largest batch, and the padding has weight 0. ``order`` contains the index of

@@ -283,7 +283,7 @@ class StackedModels:
         return [gradient * factor.view(*factor.shape, *[1] * (gradient.dim() - 2)) for gradient in gradients]
 
     def of_model(self, tensors: Sequence[Tensor], number: int) -> list[Tensor]:
-        """Return the tensors of one of the K models of each client."""
+        """Return the tensors of model ``number`` (one of K) for every client."""
         return [tensor[:, number] for tensor in tensors]
 
     def _loss(self, tensors: Mapping[str, Tensor], batch: Batch, context: Context) -> Tensor:

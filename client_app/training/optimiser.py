@@ -12,7 +12,7 @@ from posy.strategies.run_settings import TrainSettings
 
 
 class Optimiser:
-    """SGD with momentum, Adam or AdamW over lists of tensors, with clipping, decay and one learning rate per tensor.
+    """SGD with momentum, Adam or AdamW for lists of tensors, including clipping, decay and per-tensor learning rates.
 
     A step clips the gradient of the loss, adds the weight decay, the gradient of the proximal term
     (:class:`~posy.client_app.training.work.Pull`) and the offset, and applies the mask. The sum enters momentum or

@@ -69,11 +69,11 @@ class MetaGradient:
 class MoreauEnvelope:
     """The gradient λ (w − θ) of the Moreau envelope (pFedMe, T. Dinh et al., 2020, Eqs. 3, 5 and 8).
 
-    θ results from a few steps on the mini-batch that minimise f(θ) + λ/2 ||θ − w||². The paper does not say where these
+    θ results from a few steps that reduce f(θ) + λ/2 ||θ − w||² on the mini-batch. The paper does not say where these
     steps start. As in the authors' program, the steps start at the previous mini-batch's θ or, on the first mini-batch,
     at w.
 
-    Weight decay is part of f, and clipping applies to the gradient of f, so this rule applies both instead of the
+    Weight decay is part of f, and clipping applies to the gradient of f, so this rule applies both in place of the
     optimiser. All forward passes are at θ, so the running statistics belong to θ, and w shares them.
     """
 
@@ -181,7 +181,7 @@ def frozen_statistics(models: Models) -> Iterator[None]:
 
 
 def leading(tensors: list[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """Return as many leading rows of stacked tensors as in ``like``: one per client that is still training."""
+    """Return the leading rows of stacked tensors, as many as in ``like``: one per client that is still training."""
     if not tensors or tensors[0].shape == like[0].shape:
         return tensors
     return [tensor[: len(like[0])] for tensor in tensors]

@@ -34,7 +34,7 @@ from posy.strategies.run_settings import SAMPLE, TrainSettings
 
 EVALUATION_BATCH = 512
 TF32_CAPABILITY = (8, 0)
-"""Minimum compute capability of a GPU with TF32 arithmetic."""
+"""Minimum compute capability of GPUs that support TF32 arithmetic."""
 STACK_BYTES = 2 << 30
 """Maximum memory for stacked models on a CPU, in bytes."""
 STACK, STACK_PARAMETERS = 16, 1 << 20
@@ -133,7 +133,7 @@ class Trainer:
         return result
 
     def train_together(self, jobs: Sequence[Job], network: Network) -> list[Trained | TrainingDivergedError]:
-        """Run several clients' local SGD, each with the same steps as if it trained alone.
+        """Run local SGD for several clients, with the same steps as if each client trained alone.
 
         All jobs must have the same :attr:`Train.kind` and learning rate. Two or more jobs run as one stacked
         computation.

@@ -130,7 +130,7 @@ class Models(Protocol):
         """Scale each model's gradient to an L2 norm of at most ``norm`` or, with ``enlarge``, of exactly ``norm``."""
 
     def of_model(self, tensors: Sequence[Tensor], number: int) -> list[Tensor]:
-        """Return the tensors of one of the K models of each client."""
+        """Return the tensors of model ``number`` (one of K) for every client."""
 
 
 class Rule(Protocol):
@@ -256,7 +256,7 @@ class Job(NamedTuple):
     """One client's local training job.
 
     The generator draws the order of the samples on the CPU, so that every device uses the same batches. Augmentation
-    and dropout have separate generators. If ``work`` has ``own_batches``, ``models`` contains a job for each of the K
+    and dropout have separate generators. If ``work`` sets ``own_batches``, ``models`` contains a job for each of the K
     models.
     """
 
