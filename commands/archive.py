@@ -26,7 +26,7 @@ from posy.yaml12 import dump, read_yaml
 
 FILE = "cells.jsonl.gz"
 RECORD_FILE = "kept.json"
-"""File in a run's directory with additional recorded numbers (see :mod:`posy.commands.papers.record`)."""
+"""File with additional recorded numbers in a run's directory (see :mod:`posy.commands.papers.record`)."""
 ENDED = ("completed", "diverged")
 """Statuses of runs that Posy does not repeat. If Posy repeated a diverged run, it would diverge again."""
 
@@ -46,7 +46,7 @@ class Place(Protocol):
         """Return the summary of the cell's run, or None if the settings differ or the status is not in ``status``."""
 
     def fits(self, ran: Mapping[str, Any]) -> bool:
-        """Return whether the settings ``ran`` of a run match this cell."""
+        """Return whether a run's settings ``ran`` match this cell."""
 
 
 P = TypeVar("P", bound=Place)
@@ -136,7 +136,7 @@ def _line(cell: Place) -> bytes:
 def read(folder: Path) -> dict[str, dict[str, Any]]:
     """Return each cell's last line in an archive, by cell name.
 
-    Skip an incomplete line, which an interrupted process may leave.
+    Skip an incomplete line, which an interrupted process may leave behind.
     """
     last_lines: dict[str, dict[str, Any]] = {}
     with suppress(FileNotFoundError, EOFError, gzip.BadGzipFile, zlib.error), gzip.open(folder / FILE) as file:

@@ -1,4 +1,4 @@
-"""`posy check-site`: load and check a site's data before a run, in the same way as the node would."""
+"""`posy check-site`: load and check a site's data before a run, as the node would."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -65,7 +65,7 @@ class Report:
 def check_site(
     node_config: Mapping[str, Any], settings: DataSettings, training: TrainSettings = DEFAULT_TRAINING
 ) -> Report:
-    """Load a site's data in the same way as its node does, and return a report on the data.
+    """Load a site's data as its node does, and return a report on the data.
 
     The node config contains ``data``, and optionally ``policy``, ``name``, ``skip-unreadable`` and settings of local
     training. The site's data determines the values of empty settings. Without ``client-bounds`` in ``training``, the

@@ -372,7 +372,7 @@ def settings(method: Annotated[str, typer.Argument(metavar="[METHOD]")] = "") ->
 
 
 def _not_a_method(word: str) -> str:
-    """Return the error message for a word that is not a method, suggesting similar methods."""
+    """Return an error message for a word that is not a method, with suggestions of similar methods."""
     if word in declared():
         return f"{word} {set_in(COMMAND_LINE)} is a setting, not a method; `posy settings` lists all settings"
     similar = suggestions(word, METHODS, cutoff=0.5)

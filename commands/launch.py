@@ -49,7 +49,7 @@ class Connection:
 def run_in_process(settings: Mapping[str, Any], where: str) -> int:
     """Run all clients and the server in this process, show the progress, and return the exit status.
 
-    ``where`` is the name that messages use for the source of the settings.
+    ``where`` names the source of the settings in messages.
 
     Raises
     ------

@@ -14,7 +14,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 _OF_ERROR = re.compile(
     r"\s|$|Traceback \(|The above exception|During handling|[\w.]*(Error|Exception|Exit|Interrupt)(\(\w+\))?(:|$)"
 )
-"""Pattern for lines that continue an error: its traceback and the names of exceptions."""
+"""Pattern for the continuation lines of an error, such as tracebacks and the names of exceptions."""
 _KNOWN = re.compile(r"^[\w.]+\.(SettingsError|DataError|NothingTrainedError|TrainingDivergedError): ", re.MULTILINE)
 """Pattern for errors whose messages Posy also shows at the end of the run or with the dropped replies."""
 _NOISE = re.compile(
@@ -52,7 +52,7 @@ class RunLog:
         self._error: list[str] = []
         """Lines of the current error, which are printed together or not at all."""
         self._hidden: list[str] = []
-        """Hidden lines, which the filter forgets once the log names the directory of the results."""
+        """Hidden lines, which the filter discards once the log names the directory of the results."""
         self._explained = False
         self._ends: set[str] = set()
 
@@ -103,7 +103,7 @@ class RunLog:
     def end(self, *, failed: bool = False) -> None:
         """Print the current error; if the run failed without an explanation, also print the hidden lines.
 
-        The filter forgets hidden lines once the log names the directory of the results.
+        The filter discards hidden lines once the log names the directory of the results.
         """
         self._show_error()
         if failed and not self._explained:

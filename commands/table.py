@@ -69,7 +69,7 @@ PARTS: dict[str, type] = {
 DIVERGED = "it diverged, so the mean over the other seeds would be too favourable"
 """Reason for excluding a diverged run from all means."""
 ALL = "all"
-"""Value of ``runs`` in a table with one row per method."""
+"""Value or entry of ``runs`` that creates one row per method."""
 ENTRIES = {"runs": ("name", "settings", "variants"), "variants": ("name", "settings")}
 """Keys of an entry in ``runs`` and in ``variants``."""
 POINTS = [f"{point}-{w}" for point, w in itertools.product(("served", "local"), ("last", "best", "upper-bound"))]
@@ -87,7 +87,7 @@ LEGEND = (
     "model diverged, and the mean covers only these seeds."
 )
 
-CENTRAL_LEGEND = "`central`: on the central test set, mean over the models by which the method is scored."
+CENTRAL_LEGEND = "`central`: score on the central test set, averaged over the models at the method's evaluation point."
 FOLDS_LEGEND = (
     "With folds, each fold of a seed is one run: `seeds` counts runs, and deviations are over seeds and folds."
 )
@@ -107,7 +107,7 @@ class Cell:
     sources: Mapping[str, str] = field(default_factory=dict)
     """Sources of settings that do not come from ``where``."""
     fold: int = 0
-    """The fold of cross-validation that is the test split; 0 without folds."""
+    """The cross-validation fold that serves as the test split; 0 without folds."""
 
     @property
     def place(self) -> str:
@@ -723,7 +723,7 @@ def failure_of(status: int, log: Path) -> str:
 
 
 def _figures(cell: Cell, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures of one run for a table, with None for missing values."""
+    """Return the values that a table shows for one run, with None for missing values."""
     figures = {"variant": cell.variant, "method": cell.row, "dropped": sum(summary["dropped"].values())}
     figures |= {key: summary[key] for key in ("seconds", "bytes-up", "bytes-down")}
     figures |= {"system": summary["system-accuracy"], "members": members_of(summary)}
@@ -762,7 +762,7 @@ def _measured(row: Mapping[str, Any], point: str) -> str:
 
 
 def _covered(row: Mapping[str, Any], point: str) -> str:
-    """Return how many clients a figure covers over all seeds, or an empty string if it covers all of them."""
+    """Return how many clients a value covers over all seeds, or an empty string if it covers all of them."""
     scored, members = round(row[f"{point}-scored"]), round(row["members"] * row[f"{point}-measured"])
     return f", {coverage(scored, members)} clients" if 0 < scored < members else ""
 

@@ -84,7 +84,7 @@ def tune(plan: Plan, *, trials: int, jobs: int) -> dict[str, Any]:
     Optuna stores the studies in a journal in the folder ``tuning`` of the table's output directory. Posy skips finished
     trials. A lock keeps other processes from tuning the table at the same time. A trial's score is the mean of the
     clients' metric on the validation splits in the last evaluated round, at the method's evaluation point. Optuna
-    prunes a trial if its best score so far is worse than the median of the earlier trials in the same round.
+    prunes a trial if its best score so far is worse than the median of the earlier trials at the same round.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     common = {"validation-fraction": fraction_of(plan)}

@@ -23,7 +23,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 class WarmProcess:
-    """A process that calls a function, writes the output to the file ``log``, and exits with the function's result.
+    """A process that calls a function, writes the output to ``log``, and uses the result as its exit status.
 
     The process uses at most ``cores`` cores. The function must be at the top level of a module, and its arguments
     must be picklable.

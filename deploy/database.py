@@ -56,8 +56,8 @@ class Turns:
     """Serialises this process's writes to each database; readers do not wait.
 
     SQLite has a single lock for writers and no queue, so with many nodes, calls would fail and lose their messages. A
-    connection keeps its turn from its first writing statement until it returns to its pool, so a failed call also gives
-    up its turn. Every INSERT, UPDATE, DELETE or REPLACE is part of a transaction. Python's sqlite3 does not begin a
+    connection keeps its turn from its first write until it returns to the pool, so a failed call also gives up its
+    turn. Every INSERT, UPDATE, DELETE or REPLACE is part of a transaction. Python's sqlite3 does not begin a
     transaction for a statement that starts with ``WITH``, so this class does.
 
     Deadlines are unreliable after the SuperLink starts, after a clock change, and after failed writes. Before the next
@@ -82,7 +82,7 @@ class Turns:
             event.listen(engine.pool if isinstance(engine, Engine) else Pool, name, self._after)
 
     def give_time_to_start(self, token: str) -> None:
-        """Allow the process of the task with this token :data:`START_SECONDS` to start; Flower allows only 30 s."""
+        """Give a task's process :data:`START_SECONDS` to start; Flower allows only 30 s."""
         if self._engine is not None:
             with self._engine.begin() as connection:
                 connection.exec_driver_sql(_EXTEND_TASK, (_text_of(time.time() + START_SECONDS), token))

@@ -32,7 +32,7 @@ def read_entry(stream: BinaryIO) -> tuple[dict[str, Any], list[bytes]] | None:
     Raises
     ------
     ValueError
-        If the entry is malformed. This is possible, because a run's code can write to its worker's socket.
+        If the entry is malformed. This is possible because a run's code can write to its worker's socket.
     """
     line = stream.readline()
     if not line:

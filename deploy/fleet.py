@@ -42,7 +42,7 @@ ACTIVATION_SECONDS = 2 * HEARTBEAT_SECONDS + 5.0
 """Seconds for which the node retries with a refused key. After this time, the node's earlier connection counts as
 offline."""
 CALL_SECONDS = 300.0
-"""Timeout of a call in seconds. Without a timeout, both sides might not notice a dead connection."""
+"""Timeout of a call in seconds. Without a timeout, a dead connection could go unnoticed by both sides."""
 PATIENCE_SECONDS = 60.0
 """Seconds for which the node retries a call after a temporary error."""
 PART_SECONDS = 30.0
@@ -332,7 +332,7 @@ def _side_by_side(call: Any, numbers: Iterable[str]) -> list[Any]:
 
 
 def push_until_expired(fleet: Fleet, reply: Packed, seconds: float) -> None:
-    """Push a reply, and retry until the SuperLink has all parts of it or the reply has expired.
+    """Push a reply, and retry until the SuperLink has all its parts or the reply has expired.
 
     Every attempt uses the same reply id. The node drops the reply if its run has ended, and logs the outcome.
     """

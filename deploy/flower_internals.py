@@ -67,7 +67,8 @@ def _call(service: Any, name: str) -> Call:
 def app_call(name: str) -> Call:
     """Return the call ``name`` that a ServerApp makes over HTTP about its messages.
 
-    The requests have the same fields and field numbers as a node's requests. With two exceptions, so do the responses.
+    The requests have the same fields and field numbers as a node's requests. With two
+    exceptions, the responses also match a node's responses.
     """
     _, request, response = fleet_call(name)
     answers = {"PushMessages": runtime_pb2.PushAppMessagesResponse, "PullMessages": runtime_pb2.PullAppMessagesResponse}

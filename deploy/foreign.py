@@ -79,7 +79,7 @@ def foreign_code(content: bytes) -> list[str]:
 
 
 def _starts_posy(project: bytes) -> bool:
-    """Return whether a ``pyproject.toml`` starts Posy's apps."""
+    """Return whether a ``pyproject.toml`` declares Posy's apps."""
     try:
         started: object = tomllib.loads(project.decode())["tool"]["flwr"]["app"]["components"]
     except (ValueError, LookupError, TypeError):  # not UTF-8 TOML, or without Flower's tables

@@ -25,15 +25,15 @@ from pathlib import Path
 from typing import NoReturn
 
 STOP_SECONDS = 10.0
-"""Seconds that nodes have to terminate before they are killed."""
+"""Seconds within which nodes must terminate before the parent kills them."""
 READ = 1 << 16
 SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM)
 
 
 class Parent(threading.Thread):
-    """A node's connection to its parent, which forks and kills the node's workers, one at a time.
+    """A node's connection to its parent, which forks and kills the node's workers.
 
-    The node terminates when the parent does.
+    A node has only one worker at a time. The node terminates when the parent does.
     """
 
     def __init__(self, connection: socket.socket) -> None:

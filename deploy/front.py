@@ -45,7 +45,7 @@ ASK_SECONDS = 1.0
 SWEEP_SECONDS = 10.0
 """Seconds between sweeps for abandoned messages."""
 START_SECONDS = 300.0
-"""Seconds after which a ServerApp that has not reported no longer counts as starting."""
+"""Seconds after which Posy no longer counts a silent ServerApp as starting."""
 MAX_TOKENS = 1000
 """Maximum number of accepted ServerApps in the cache. If a ServerApp is not in the cache, Flower checks it again."""
 MESSAGE_CALLS = ("PushMessages", "PullMessages", "PushObject", "PullObject", "ConfirmMessageReceived")

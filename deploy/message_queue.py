@@ -112,7 +112,7 @@ class Depot:
         self._uses: Counter[tuple[int, str]] = Counter()
         """Number of parcels that each object belongs to."""
         self._lacking: dict[tuple[int, str], list[Parcel]] = defaultdict(list)
-        """The parcels that lack each missing object."""
+        """For each missing object, the parcels that lack it."""
 
     def __len__(self) -> int:
         return len(self._objects)

@@ -1,7 +1,7 @@
 """The secrets of secure aggregation, which stay in a worker's memory and never reach the node's process.
 
 A node stores a run's context only after the worker has sent the reply. If the node lost the context in the meantime,
-the client would forget that it has revealed shares, and could reveal other shares. Before a worker sends a reply, it
+the client would forget that it had revealed shares, and could reveal other shares. Before a worker sends a reply, it
 therefore removes the sessions, which contain the secrets, from the context. If the worker terminates, its sessions are
 lost, and the client refuses the rest of the round.
 """

@@ -1,8 +1,8 @@
 """The process that starts apps: ``python -m posy.deploy.superexec`` takes the arguments of ``flower-superexec``.
 
 The process is Flower's own, with two changes. Flower passes a task's token on the app's command line, which every user
-of the machine can read. Here, the app reads the token from an unnamed file. If the SuperLink refuses a request because
-its signature is too old, for example after this process was suspended, Flower would terminate the process and the
+of the machine can read. Here, the app reads the token from an unnamed file. If the SuperLink refused a request because
+its signature was too old, for example after this process was suspended, Flower would terminate the process and the
 running apps. Here, the refusal looks like a failed connection, after which Flower signs the request again.
 """
 

@@ -116,7 +116,7 @@ def serve(task: Task, apps: Apps, last: LastAnswer, sessions: Sessions) -> None:
         reply = error_reply(message, str(error))
     sessions.take(context)  # before the reply is sent, so that a client remembers which shares it has revealed
     task.push(reply)
-    # The node needs the context even after an error: it records which shares the client may still reveal.
+    # The node needs the context even after an error: the context records which shares the client may still reveal.
     task.finish(context)
     last.keep(message, reply)  # only after the node has received the context, which contains the client's state
 

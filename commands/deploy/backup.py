@@ -45,7 +45,10 @@ def locked_state(state: Path) -> Iterator[int]:
 
 
 def users_of(directory: Path) -> list[int]:
-    """Return the ids of this user's other processes that have a directory open; empty unless the system is Linux."""
+    """Return the ids of this user's other processes that have a directory open.
+
+    On systems other than Linux, the list is empty.
+    """
     target, users = directory.stat(), set[int]()
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):  # the process has exited, or belongs to another user

@@ -127,7 +127,8 @@ def superlink(
     its state in a database. If the SuperLink dies, Posy restarts it, and the runs continue. Unless you use --insecure,
     the SuperLink needs certificates, and admits only nodes with registered keys (`posy register`).
 
-    Any program that can connect to --control can run code on every node. By default, only programs on this machine can.
+    Any program that can connect to --control can run code on every node. By default, only programs on this machine can
+    connect.
     """
     from posy.commands.deploy.starting import SuperLinkOptions, start_superlink  # noqa: PLC0415 - imports Flower
 

@@ -52,7 +52,7 @@ class Run:
     status: str
     """``pending``, ``starting``, ``running``, ``completed``, ``failed`` or ``stopped``."""
     since: str
-    """Local time at which the status began."""
+    """Local time at which the run entered this status."""
     seconds: float
     """Duration of the run in seconds."""
     details: str

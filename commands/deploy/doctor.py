@@ -42,7 +42,7 @@ Level = Literal["ok", "warning", "error"]
 SOON = datetime.timedelta(days=30)
 """Posy recommends renewing a certificate if its remaining validity is shorter than this."""
 LITTLE_BYTES, LITTLE_SHARE = 1 << 30, 0.05
-"""Posy warns if the free disk space is below one of these limits, in bytes and as a fraction of the disk."""
+"""Posy warns if the free disk space is below either limit: a number of bytes, or a fraction of the disk."""
 AHEAD_SECONDS, BEHIND_SECONDS = 5.0, 305.0
 """Largest lead and lag of a node's clock, in seconds, at which Flower still accepts the node's signatures."""
 REACH_SECONDS = 5.0

@@ -71,8 +71,8 @@ def node_config(words: Sequence[str]) -> str:
 def node_configs(words: Sequence[str], names: Sequence[str]) -> list[list[str]]:
     """Return the node config of each node that a command starts, in the order of ``names``.
 
-    The node's name replaces ``{name}`` in a value. By default, n nodes without ``data`` use the partitions 0 to n - 1
-    of n. With ``partition-id``, they use consecutive partitions, starting at this id. Without a name, as with
+    The node's name replaces ``{name}`` in a value. By default, n nodes without ``data`` use n partitions, numbered 0
+    to n - 1. With ``partition-id``, they use consecutive partitions, starting at this id. Without a name, as with
     --insecure, the command starts one node, and its config stays unchanged.
 
     Raises

@@ -238,8 +238,8 @@ class Comparison:
     def _verdict(self, claim: Claim) -> Verdict:
         """Return the outcome of a claim, from runs at the same scale.
 
-        Choose the scale with the most comparable pairs of rows. If several scales tie, prefer the one with more
-        variants, then the larger one.
+        Choose the scale with the most comparable pairs of rows. If several scales tie, prefer the scale with the most
+        variants, then the larger scale.
         """
         by_scale = {scale: self._differences(claim, scale) for scale in self.finished or ("",)}
         scale = max(
@@ -285,6 +285,6 @@ def _dataset(cell: Cell) -> str:
 
 
 def _place(name: str, variant: str) -> tuple[str, str]:
-    """Split a name ``variant / row`` into its variant and row; for a row alone, return ``variant`` and the row."""
+    """Split a name ``variant / row`` into its variant and row; a name without a slash is a row of ``variant``."""
     named_variant, slash, row = name.partition(" / ")
     return (named_variant, row) if slash else (variant, name)

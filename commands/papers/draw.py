@@ -156,7 +156,7 @@ def _scan(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
 
 
 def _bars(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw a bar per row and variant with the standard deviation over the seeds, and the paper's numbers as marks."""
+    """Draw a bar for each row and variant, with its standard deviation over the seeds, and mark the paper's numbers."""
     groups: dict[str, dict[str, tuple[float, float]]] = {}
     for entry in comparison.entries:
         if entry.ours is not None and entry.measure == comparison.item.measures[0]:
@@ -247,7 +247,7 @@ def _measures(comparison: Comparison, form: Mapping[str, Any], path: Path) -> No
 
 
 def _samples(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw an image of the data set, unchanged and under the shift of each client."""
+    """Draw an image of the data set, unchanged and with each client's shift."""
     settings = comparison.item.settings_of(comparison.item.variants[0], comparison.overrides)
     data = settings.data
     available = replace(data, max_samples=0, download=False)  # a page uses only local data
@@ -291,8 +291,8 @@ def _drift(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
 def _ridge(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
     """Draw PPFE's test error on linear regression against K and r_p.
 
-    The bottom row omits FedAvg, whose error is far above the other errors. At the point 1.2, each client has its own
-    r_p.
+    The bottom row omits FedAvg, whose error is far above the other errors. On the r_p axis, the position 1.2 is for
+    clients that each draw r_p from U(0, 1).
     """
     clients = {float(k): [ridge.simulate(seed, clients=k) for seed in SEEDS] for k in ridge.CLIENTS}
     ratios = {r: [ridge.simulate(seed, ratio=r) for seed in SEEDS] for r in ridge.RATIOS}
@@ -356,7 +356,7 @@ def _correlation(comparison: Comparison, form: Mapping[str, Any], path: Path) ->
 
 
 def _picture(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Copy the picture ``of`` from the row ``row``'s run with the first seed."""
+    """Copy a picture from a row's run with the first seed; ``form`` names the row and the picture."""
     for variant in comparison.item.variants:
         _, cells = comparison.runs_of(variant, form["row"])
         file = _find_picture(cells[0], f"{form['of']}.png") if cells else None

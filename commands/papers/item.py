@@ -50,7 +50,7 @@ PRINTED = re.compile(r"(-?[\d.]+)(?: ?± ?([\d.]+))?")
 
 
 class Printed(NamedTuple):
-    """A printed number: its value, its ± (or None), and its text in the paper."""
+    """A printed number: its value, the number after ± (or None), and the paper's text."""
 
     value: float
     spread: float | None

@@ -138,7 +138,7 @@ def pictures_in(folder: Path) -> list[str]:
 
 
 def overview(papers: Mapping[str, Sequence[Comparison]]) -> list[list[str]]:
-    """Return a row per paper: the number of claims, in total and by outcome, and the count of numbers by state."""
+    """Return a row per paper: its number of claims, in total and per outcome, and its number of values per state."""
     rows = []
     for paper, all_comparisons in papers.items():
         comparisons = [comparison for comparison in all_comparisons if comparison.item.in_paper]

@@ -42,7 +42,7 @@ RATE, BATCH, STRENGTH = 0.005, 10, 10.0
 STEPS = 1000
 """Number of local steps of each client. On the three clients, an epoch has 300, 200 and 100 steps, respectively."""
 SEEDS = tuple(range(10))
-"""Seeds for the counts in the text below the figure, which shows only the first seed."""
+"""Seeds for the counts in the text below the figure. The figure itself shows only the first seed."""
 PANELS = {
     **{"a": "client 1", "b": "client 2", "c": "client 3", "d": "FedAvg"},
     **{"e": "client 1, WDR", "f": "client 2, WDR", "g": "client 3, WDR", "h": "class 0"},
@@ -143,7 +143,7 @@ def shared(first: FloatArray, second: FloatArray) -> int:
 
 
 def _network() -> nn.Sequential:
-    """Return the network with the layer names that the regulariser expects: the output layer is ``head``."""
+    """Return the network with the layer names that the regulariser expects: the output layer is named ``head``."""
     layers = {"hidden": nn.Linear(INPUTS, NEURONS), "relu": nn.ReLU(), "head": nn.Linear(NEURONS, CLASSES)}
     return nn.Sequential(OrderedDict(layers))
 

@@ -132,7 +132,7 @@ def in_percent(measure: str) -> bool:
 
 
 def curve(path: Path, key: str) -> list[tuple[int, float]]:
-    """Return a number over the rounds as pairs of round and value, omitting missing values."""
+    """Return a number over the rounds as (round, value) pairs, omitting missing values."""
     values = recorded_numbers(path).get("rounds", {})
     numbers = values.get("round", [])
     return [(n, value) for n, value in zip(numbers, values.get(key, []), strict=False) if value is not None]

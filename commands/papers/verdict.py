@@ -13,8 +13,8 @@ LEVEL = 0.05
 ROUNDING = 1e-12
 """Posy treats numbers as equal if their standard deviation is at most this fraction of their mean."""
 SPREADS, UNITS = 2.0, 2.0
-"""Maximum deviation from the paper's number, in standard deviations and in units of its last digit. Both limits
-apply."""
+"""Maximum deviation from the paper's number, in standard deviations and in multiples of the unit of :func:`agrees`.
+Both limits apply."""
 FEW = 3
 """Minimum number of pairs for ``within the noise``. With two pairs, a mean below 13 standard errors is not
 significant."""
@@ -39,7 +39,7 @@ def number(values: Sequence[float]) -> Number | None:
 
 
 def distances(values: Mapping[int, float]) -> dict[int, float]:
-    """Return each seed's distance from the mean over the seeds; empty for a single seed.
+    """Return each seed's distance from the mean over the seeds, or an empty mapping for a single seed.
 
     Levene's test of two spreads compares the means of these distances.
     """
@@ -50,8 +50,9 @@ def distances(values: Mapping[int, float]) -> dict[int, float]:
 def agrees(ours: Number, printed: float, spread: float | None, unit: float) -> bool:
     """Return whether a number agrees with the paper's: within one unit, or within two if the noise is large enough.
 
-    A distance of up to two units is allowed if it is at most two standard deviations. The variance is the sum of Posy's
-    and the paper's. ``spread`` is the paper's standard deviation over its runs, or None if the paper prints none.
+    A distance of up to two units is allowed if it is at most two standard deviations. The squared standard deviation is
+    the sum of Posy's variance and the paper's variance. ``spread`` is the paper's standard deviation over its runs, or
+    None if the paper prints none.
     """
     both = math.hypot(ours.std or 0.0, spread or 0.0)
     return abs(ours.mean - printed) <= max(min(SPREADS * both, UNITS * unit), unit)
