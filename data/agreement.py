@@ -415,7 +415,7 @@ def with_encoder(
 
 
 def _unlike_columns(sites: Sequence[tuple[str, Description]], columns: Sequence[str]) -> list[str]:
-    """Return the warnings of :func:`unlike_features` for the numeric columns of sites with enough values."""
+    """Return the warnings of :func:`unlike_features` for the numeric columns, comparing sites with enough values."""
     warnings = []
     for number, column in enumerate(columns):
         measured = []
@@ -530,7 +530,7 @@ def unlike_features(sites: Sequence[tuple[str, Description]], columns: Sequence[
     warnings = compare(sites, means, variances, logs)
     return [
         f"feature {columns[feature] if columns else feature}: {'; '.join(texts[:3])}{'; …' * (len(texts) > 3)}. Check "
-        "the units and the codes for missing values."
+        "the units and the missing-value codes."
         for feature, texts in sorted(warnings.items())
     ][:MAX_UNLIKE]
 
@@ -644,7 +644,7 @@ class _Sites:
             )
 
     def check_classes(self, classes: Iterable[str]) -> None:
-        """Raise :class:`SettingsError` if only one site has a class: it may be another name for a shared class."""
+        """Raise :class:`SettingsError` if a label occurs at only one site, because it may be a synonym of another."""
         lone_labels: dict[str, list[str]] = {}
         for label in sorted_names(set(classes)):
             sites = [name for name, d in self.entries if label in d.classes]
@@ -695,7 +695,10 @@ class _Sites:
 
 
 def check_common(classes: Mapping[str, int], sites: int) -> None:
-    """Raise :class:`SettingsError` if only one of several sites has a class; ``classes`` counts the sites per class."""
+    """Raise :class:`SettingsError` if a class occurs at only one of several sites.
+
+    ``classes`` counts the sites per class.
+    """
     lone_labels = sorted_names({label for label, count in classes.items() if count == 1})
     if lone_labels and sites > 1:
         raise _alone(listed(lone_labels[:5]) + " …" * (len(lone_labels) > 5), classes)
@@ -711,7 +714,7 @@ def _alone(labels: str, classes: Iterable[str]) -> SettingsError:
 
 
 def _shown(sites: Iterable[str]) -> str:
-    """Return the names of up to five sites and the number of further sites, for a message."""
+    """Return the names of up to five sites and the number of remaining sites, for a message."""
     names = list(sites)
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 

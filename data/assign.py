@@ -18,8 +18,8 @@ from posy.settings import SettingsError
 Parts = list[np.ndarray]
 
 _FEW = 10  # minimum number of samples that each client of a Dirichlet partition should have
-_DRAWS_FEW, _DRAWS = 4, 1500  # maximum number of partitioners: with _FEW samples, and in total; each makes _TRIES draws
-_TRIES = 11
+_DRAWS_FEW, _DRAWS = 4, 1500  # maximum number of partitioners that require _FEW samples, and in total
+_TRIES = 11  # number of draws per partitioner
 _HOPELESS = 1e-3
 """Posy gives up after the first partitioner if the expected number of successful draws is below this value."""
 _SIMULATED = 100_000
@@ -53,7 +53,7 @@ def dirichlet(dataset: Dataset, settings: DataSettings, rng: np.random.Generator
 
 
 def _check_hope(dataset: Dataset, settings: DataSettings, least: int) -> None:
-    """Raise :class:`SettingsError` if a draw is very unlikely to give each client ``least`` samples."""
+    """Raise :class:`SettingsError` if no draw is likely to give each client ``least`` samples."""
     clients = settings.num_clients
     share = share_below(np.bincount(dataset.y), settings, least)
     if share == 1 or _DRAWS * _TRIES * math.exp(clients * math.log1p(-share)) < _HOPELESS:
@@ -67,8 +67,8 @@ def _check_hope(dataset: Dataset, settings: DataSettings, least: int) -> None:
 def share_below(counts: np.ndarray, settings: DataSettings, least: int) -> float:
     """Estimate the share of clients that receive fewer than ``least`` samples in a draw.
 
-    If the clients were independent, a draw would succeed with probability (1 - share)^M. This is an upper bound,
-    because the clients' sizes have a fixed sum and are therefore negatively associated.
+    If the clients' sizes were independent, a draw would succeed with probability (1 - share)^M. This is an upper bound,
+    because the sizes have a fixed sum and are therefore negatively associated.
 
     Parameters
     ----------
@@ -151,7 +151,7 @@ def shards(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -
 
 
 def natural(dataset: Dataset, settings: DataSettings, _: np.random.Generator) -> Parts:
-    """Give each client one of the M largest groups, in group order. The lower group number breaks ties in size."""
+    """Give each client one of the M largest groups, in group order. Ties in size go to the lower group number."""
     assert dataset.groups is not None
     groups, sizes = np.unique(dataset.groups, return_counts=True)
     chosen = groups[np.argsort(-sizes, kind="stable")[: settings.num_clients]]

@@ -43,7 +43,7 @@ class CentralTest(NamedTuple):
 
 
 def central_test(settings: DataSettings, dataset: Dataset | None, seed: int) -> CentralTest | None:
-    """Return the central test set that the settings name, or None without one.
+    """Return the central test set that the settings name, or None if they name none.
 
     The samples are preprocessed like the clients' samples, with the classes, the encoder and the scale of the run. A
     covariate shift (``shift``) does not apply to them.
@@ -62,7 +62,8 @@ def central_test(settings: DataSettings, dataset: Dataset | None, seed: int) -> 
     SettingsError
         If the file or folder does not exist.
     DataError
-        If it cannot be read or does not suit the run, for example because it has other columns or an unknown label.
+        If the test set cannot be read, or does not suit the run, for example because of other columns or an unknown
+        label.
     """
     if settings.central_test_data:
         preprocessing = agreed_preprocessing(settings) if dataset is None else Preprocessing.of(dataset, 0)
@@ -94,7 +95,7 @@ def agreed_preprocessing(settings: DataSettings) -> Preprocessing:
 
 @contextmanager
 def _naming_the_setting() -> Iterator[None]:
-    """Start the message of a :class:`DataError` with the key ``central-test-data``."""
+    """Prefix the message of a :class:`DataError` with the key ``central-test-data``."""
     try:
         yield
     except DataError as error:

@@ -66,7 +66,7 @@ def client_data(
 
 
 def cropped_once(x: Tensor, settings: DataSettings, generator: torch.Generator) -> Tensor:
-    """Return images for evaluation: with `resized-crop`, each image is cropped once; else they do not change."""
+    """Return images for evaluation: with `resized-crop`, each image is cropped once; otherwise, none changes."""
     if settings.augment != "resized-crop" or not len(x):
         return x
     return crop(x, draw_resized_boxes(len(x), generator).to(x.device))

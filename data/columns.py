@@ -41,10 +41,10 @@ class Columns:
     kind: str = "auto"
     """The setting ``sample-kind``."""
     of_no_client: bool = False
-    """Whether the rows are a central test set. The group and the split column may then be missing, and Posy does not
-    read them. :func:`posy.data.central.central_test` compares the input columns with the columns of the run."""
+    """Whether the rows are a central test set. The group and split columns may then be missing, and Posy does not read
+    them. :func:`posy.data.central.central_test` compares the input columns with the columns of the run."""
     lacks_groups: bool = False
-    """Whether the partition is ``natural``, but no setting names the column of the groups."""
+    """Whether the partition is ``natural``, and no setting names the group column."""
 
     @classmethod
     def of(cls, settings: DataSettings, label: str = "") -> Self:
@@ -105,9 +105,10 @@ def roles(
 ) -> Roles:
     """Return the roles of a table's columns.
 
-    The label is the named column, else ``label``, else the only column in ``coded``, else the last column, with a note.
-    ``coded`` lists the columns whose numbers refer to named classes. The samples are the named columns, else a column
-    ``text``, else the only column in ``images``, else all columns except the label and the groups.
+    The label is the named column, else ``label``, else the only column in ``coded``, else the last column, which is
+    reported in a note. ``coded`` lists the columns whose numbers refer to named classes. The samples are the named
+    columns, else a column ``text``, else the only column in ``images``, else all columns except the label and the
+    groups.
 
     Raises
     ------

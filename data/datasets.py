@@ -28,7 +28,7 @@ from posy.settings import SettingsError
 def load_clients(settings: DataSettings, data_dir: Path, seed: int) -> tuple[Dataset, Partition]:
     """Return a data set, ready for training, and its partition among the clients.
 
-    The statistics and the vocabulary come only from the training samples of the partition. The function raises the same
+    The statistics and the vocabulary are derived only from the training samples. The function raises the same
     errors as :func:`load_dataset` and :func:`posy.data.partitions.partition`.
     """
     dataset = load_dataset(settings, data_dir, seed)
@@ -46,7 +46,7 @@ def load_clients(settings: DataSettings, data_dir: Path, seed: int) -> tuple[Dat
 
 
 def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:
-    """Load a data set by name or path. If ``max_samples`` limits it, the seed selects the subset.
+    """Load a data set by name or path. If ``max_samples`` is set, the seed selects the samples.
 
     Features are not yet standardised, and texts are not yet tokenised: :func:`posy.data.dataset.fitted`, which does
     both, needs the partition.

@@ -31,7 +31,7 @@ Categories = tuple[tuple[str, ...] | None, ...]
 
 @dataclass(frozen=True)
 class EncodedColumn:
-    """The encoding of one column. A column without ``mean`` and ``categories`` is not used."""
+    """The encoding of one column. A column with neither ``mean`` nor ``categories`` is not used."""
 
     name: str
     mean: float | None = None  # of a numeric column

@@ -151,7 +151,7 @@ def numbered_groups(values: np.ndarray, kind: str = "group") -> tuple[np.ndarray
 
 
 def label_name(text: str) -> str:
-    """Return ``text`` as a class name, without surrounding spaces and normalised (Unicode NFC)."""
+    """Return a text as a class name: stripped of surrounding spaces, and normalised (Unicode NFC)."""
     return unicodedata.normalize("NFC", text.strip())
 
 

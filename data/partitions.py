@@ -156,7 +156,7 @@ def finished(pairs: Indices, settings: DataSettings, rng: np.random.Generator, s
 
 
 def _training_samples(dataset: Dataset, is_test: np.ndarray) -> Dataset:
-    """Return the data set with the labels and groups of its training samples alone."""
+    """Return the data set with the labels and groups of its training samples only."""
     rows = np.flatnonzero(~is_test)
     arrays = {name: getattr(dataset, name) for name in ("groups", "split_groups")}
     groups: dict[str, Any] = {name: None if a is None else a[rows] for name, a in arrays.items()}

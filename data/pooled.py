@@ -222,7 +222,7 @@ def _table_of(names: Iterable[str]) -> list[int]:
 
 
 def _names_in(sums: Sequence[int]) -> dict[str, int]:
-    """Return each label in a sum of tables with the number of tables that contain it."""
+    """Return each label in a sum of tables, mapped to the number of tables that contain it."""
     cells = []
     for start in range(0, len(sums), _CELL_WORDS):
         row = sums[start : start + _CELL_WORDS]

@@ -20,7 +20,7 @@ _WORD = re.compile(r"\w+(?:'\w+)?")
 def tokenise(
     texts: Iterable[str], length: int = MAX_LENGTH, max_words: int = MAX_WORDS, rows: np.ndarray | None = None
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Turn N texts into tokens for their lower-cased words.
+    """Convert the lower-cased words of N texts to tokens.
 
     Texts longer than L words are truncated, and shorter texts are padded with 0. A text without words becomes one
     unknown word. The vocabulary contains the ``max_words`` most frequent words of the texts at ``rows`` (``None``: all
@@ -46,7 +46,7 @@ def all_tokens_of(texts: Iterable[str], length: int, words: Sequence[str]) -> np
 
 
 def hashed(texts: Iterable[str], length: int, vocabulary: int) -> np.ndarray:
-    """Turn texts into tokens for their lower-cased words with a hash that is the same on every machine.
+    """Hash the lower-cased words of texts to tokens that are the same on every machine.
 
     The sites do not need a common vocabulary, so no site reveals its words. Different words may share a token. The
     function returns int64 tokens ``(N, L)`` as :func:`tokenise` does, with tokens 2 to V-1 for words.

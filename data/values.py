@@ -33,10 +33,10 @@ def check_shape(shape: tuple[int, ...], where: str) -> None:
 def check_alike(
     where: str, parts: Mapping[str, tuple[np.dtype[Any], np.ndarray]], *, pixels: bool, strict: bool = False
 ) -> None:
-    """Raise :class:`DataError` unless arrays to be pooled agree in the kind of numbers and the scale of pixels.
+    """Raise :class:`DataError` unless arrays to be pooled have the same kind of numbers and scale of pixels.
 
-    ``parts`` maps names to arrays, each with its stored type. ``pixels`` rejects a mix of 0 to 255 and 0 to 1, even
-    within one type. ``strict`` rejects a mix of floats and integers, even if all floats are whole numbers.
+    ``parts`` maps names to arrays, each with its stored type. ``pixels`` rejects a mix of the scales 0 to 255 and
+    0 to 1, even within one type. ``strict`` rejects a mix of floats and integers, even if all floats are whole numbers.
     """
     texts, integral, scales = [], [], []
     for name, (dtype, x) in parts.items():
@@ -139,7 +139,7 @@ def deviation(mean: np.ndarray, variance: np.ndarray) -> np.ndarray:
 
 
 def check_scaled(x: np.ndarray, mean: np.ndarray, std: np.ndarray, where: str, names: Sequence[str] = ()) -> None:
-    """Raise :class:`DataError` if a standardised feature ``(N, F)`` or channel ``(N, T, F)`` exceeds float32."""
+    """Raise :class:`DataError` if standardised ``(N, F)`` or ``(N, T, F)`` samples exceed the range of float32."""
     axes = tuple(range(x.ndim - 1))
     check_reach(x.min(axes), x.max(axes), mean, std, where, names, ("exceeds", "remove its extreme values"))
 

@@ -24,7 +24,7 @@ LEGEND = (
     "the paper's number from Posy's number, which is a mean ± standard deviation over the seeds. ✓ marks numbers that "
     "agree to within one percentage point, or to within two if the difference is at most two standard deviations. For "
     "numbers that are not percentages, these limits are 0.01 and 0.02. ≈ marks numbers that agree in runs at the small "
-    "scale, and ≠ marks numbers that differ. *Drawn* means that the paper does not print the number. The full scale "
+    "scale, and ≠ marks numbers that differ. *Plotted* means that the paper does not print the number. The full scale "
     "matches the paper's experiments, and the small scale is a reduced run.",
     "*Served* is the model that a client receives from the server. *Local* is the same model after local training. "
     "*Own* is the method's evaluation point, which is either served or local. *Last* is the last round, and *average* "

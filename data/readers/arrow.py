@@ -59,7 +59,7 @@ class _Rows:
 
 def is_saved(path: Path) -> bool:
     """Return whether a directory was written by ``save_to_disk`` from `datasets`."""
-    # Unlike pathlib, os.path returns False for an invalid path or one without read permission.
+    # Unlike pathlib, os.path returns False if a path is invalid or cannot be read.
     is_single = all(os.path.isfile(path / name) for name in ("state.json", "dataset_info.json"))  # noqa: PTH113
     return is_single or os.path.isfile(path / "dataset_dict.json")  # noqa: PTH113
 

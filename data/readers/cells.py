@@ -54,7 +54,8 @@ def has_decimal_commas(cells: Mapping[str, Sequence[str]], separator: str, decim
     Raises
     ------
     DataError
-        If commas may be decimal commas or thousands separators, or if other columns have decimal points.
+        If it is unclear whether commas are decimal commas or thousands separators, or if other columns have decimal
+        points.
     """
     if decimal != "auto" or separator == ",":
         return decimal == "comma"

@@ -27,9 +27,9 @@ def read_function(name: str, columns: Columns = Columns()) -> Content:  # noqa: 
     The function must return ``(x, y)``, or a mapping with keys from :data:`PARTS`. ``x`` contains images,
     ``(N, H, W)``, ``(N, H, W, C)`` or ``(N, C, H, W)``, as whole numbers from 0 to 255 or as floats; features
     ``(N, F)``; time series ``(N, T, F)``; or N texts. ``y`` contains class numbers or names ``(N,)``, or labels or
-    values ``(N, K)``, and ``groups`` ``(N,)`` natural groups. The rows of a client with the same value in ``patients``
-    ``(N,)`` are in the same split.
-    ``test`` ``(N,)`` is true for samples in the supplied test set. Tensors are converted to arrays.
+    values ``(N, K)``. ``groups`` contains the natural groups ``(N,)``. The rows of a client with the same value in
+    ``patients`` ``(N,)`` are in the same split. ``test`` ``(N,)`` is true for samples in the supplied test set. Tensors
+    are converted to arrays.
 
     Raises
     ------

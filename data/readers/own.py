@@ -107,7 +107,7 @@ def read_npz(path: Path, columns: Columns = Columns()) -> Content:  # noqa: B008
     """Read an .npz file, and return its training and test samples in one array, with a mask of the test samples.
 
     The function reads ``x_train, y_train`` and, if they exist, ``x_test, y_test``, ``groups_train, groups_test`` and
-    ``patients_train, patients_test`` (numbers or strings). ``columns.split`` is another name for the patients.
+    ``patients_train, patients_test`` (numbers or strings). If set, ``columns.split`` replaces ``patients``.
     :func:`posy.data.readers.samples.samples_of` determines the kind of the samples.
 
     Raises
@@ -222,7 +222,7 @@ def _metadata(path: Path, files: Sequence[Path], key: str, column: str) -> np.nd
     if missing := [name for name in ("file_name", column) if titles.count(name) != 1]:
         raise DataError(f"{table}: the columns are {', '.join(titles)}; it needs one column {missing[0]} ({key})")
     if short := [number for number, row in rows if len(row) != len(header)]:
-        raise DataError(f"{table}: row {short[0]} does not have {len(header)} cells, as the header has")
+        raise DataError(f"{table}: row {short[0]} does not have {len(header)} cells, unlike the header")
     name_of = {row[titles.index("file_name")]: written_label(row[titles.index(column)]) for _, row in rows}
     relative = [file.relative_to(path).as_posix() for file in files]
     if unknown := [name for name in relative if not name_of.get(name)]:

@@ -24,12 +24,12 @@ from posy.extensions import format_error
 _MANY_CLASSES = 10_000  # up to this number of classes, config.json may specify more classes than samples
 _MAX_TOKEN = 10**7  # a network has a row of weights for each token
 _MAX_DEPTH = 8  # maximum nesting depth of lists
-_MAX_SHARED = 10**7  # maximum count of numbers in lists, where each reference counts, or the file size if larger
+_MAX_SHARED = 10**7  # maximum count of numbers in lists, over all references, or the file size if larger
 
 
 def is_pfllib(path: Path) -> bool:
     """Return whether a directory has PFLlib's layout: train/0.npz and a folder test."""
-    # Unlike pathlib, os.path returns False for an invalid path or one without read permission.
+    # Unlike pathlib, os.path returns False if a path is invalid or cannot be read.
     return os.path.isfile(path / "train" / "0.npz") and os.path.isdir(path / "test")  # noqa: PTH112, PTH113
 
 

@@ -16,8 +16,8 @@ def samples_of(x: np.ndarray, kind: str, where: str) -> tuple[str, np.ndarray, l
         Features ``(N, F)``, time series ``(N, T, F)``, or images that :func:`as_images` accepts.
     kind : str
         The setting ``sample-kind``, which selects time series or images. With ``auto``, an array with three axes
-        contains time series if T and F differ and its numbers are not pixels: whole numbers from 0 to 255, or
-        floating-point numbers from 0 to 1.
+        contains time series if T and F differ and its numbers are not pixels. Whole numbers from 0 to 255, and
+        floating-point numbers from 0 to 1, count as pixels.
     where : str
         Source of the data, for messages.
 

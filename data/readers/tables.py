@@ -281,8 +281,8 @@ def separator_of(path: Path, setting: str) -> str:
     """Return the separator in the setting, or the separator that fits a file.
 
     A separator fits if it splits the first two rows into the same number of columns, at least two. If none fits, the
-    separator that splits the header into the most columns lets the caller name the error, such as missing rows. Raise
-    :class:`DataError` if several separators fit.
+    function returns the separator that splits the header into the most columns, so that the caller can report the
+    error. Raise :class:`DataError` if several separators fit.
     """
     if setting != "auto":
         return SEPARATORS[setting]
