@@ -172,12 +172,12 @@ def _prepared(content: Content, preprocessing: Preprocessing) -> tuple[np.ndarra
 
 def _check_columns(content: Content, names: tuple[str, ...]) -> None:
     """Raise :class:`DataError` if the columns of the file differ from the columns ``names`` of the run."""
-    if taken := [name for name in content.label_columns if name in names]:
+    if label_inputs := [name for name in content.label_columns if name in names]:
         raise DataError(
-            f"{content.path}: no label column: the run uses {taken[0]} as an input; set label-column, or add the "
-            "column of the labels",
+            f"{content.path}: no label column: the run uses {label_inputs[0]} as an input; set label-column, or add "
+            "the column of the labels",
             "label-column",
-            taken[0],
+            label_inputs[0],
         )
     if content.columns and names and (mismatch := difference(content.columns, names)):
         raise DataError(f"{content.path}: columns {mismatch}", "other-columns")
