@@ -1,6 +1,7 @@
 """Run a grid of methods x variants x seeds, with one process per run, and summarise the results in a table."""
 
 import itertools
+import os
 import shlex
 import shutil
 import statistics
@@ -243,6 +244,7 @@ def run_table(plan: Plan, *, jobs: int, only_print: bool = False, begin: Start |
     check_metrics(every_run)
     clients, ranked = over_clients(runs), ranks(scores_by_block(runs, diverged))
     metric = every_run[0].metric if every_run else METRICS["accuracy"]
+    failures = {name: reason.replace(f"{plan.output}{os.sep}", "") for name, reason in failures.items()}
     text = markdown(plan, results, table, failures, metric) + compared(clients, ranked, metric)
     text += per_client(runs, metric)
     print(text)
