@@ -36,7 +36,7 @@ def regularised(net: Net, batch: Batch, context: Context) -> Tensor:
 
 
 def too_little_variance(logits: Tensor, present: Tensor) -> Tensor:
-    """Return L_V, the mean over classes of max(0, γ − the standard deviation of p_c over the batch).
+    """Return L_V, the mean over classes of max(0, γ − std(p_c)), where std is the standard deviation over the batch.
 
     γ = 1/√C is the standard deviation of p_c over a batch of the C one-hot vectors.
 

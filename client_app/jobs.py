@@ -42,7 +42,7 @@ class Jobs:
 
     @property
     def client(self) -> ClientHooks:
-        """The client whose requests are run."""
+        """The client whose requests this object executes."""
         client = self._client()
         assert client is not None
         return client

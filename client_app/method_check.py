@@ -85,5 +85,5 @@ def _check_returned(prefix: str, settings: type[MethodSettings], strategy: type[
             raise SettingsError(
                 f"{prefix}: {kind.__name__}.{hook} {effect}, so {settings.__name__} must declare `returned`: each "
                 "array, and whether it tolerates noise and sums; if the server needs only the mean of the models, "
-                'returned = {"model": model(noise=True, sums=True)}'
+                'set returned = {"model": model(noise=True, sums=True)}'
             )

@@ -10,7 +10,7 @@ from posy.models.build import count_parameters
 def check_run(workspace: Workspace) -> None:
     """Check a run against the policy and this site's data, and check that the method supports the noise and masks.
 
-    A node makes this check before every training round and evaluation, because a server could skip the query by which a
+    A node runs this check before every training round and evaluation, because a server could skip the query by which a
     node joins a run.
 
     Raises

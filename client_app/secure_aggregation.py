@@ -357,7 +357,7 @@ def _shares(
 
 
 def _check_view(view: View, client: int, roster: Collection[int], min_clients: int, *, colluders: bool) -> None:
-    """Raise :class:`ProtocolError` unless a round with this view reveals only sums over enough clients."""
+    """Raise :class:`ProtocolError` if a round with this view could reveal a sum over too few clients."""
     size, neighbourhood = len(view.cohort), view.neighbourhood
     if client not in view.cohort or len(set(view.cohort)) != size or size > MAX_CLIENTS:
         raise ProtocolError("the cohort lacks this client, contains a client twice, or is too large")

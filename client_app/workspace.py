@@ -237,7 +237,7 @@ class Workspace:
 
     @property
     def forks(self) -> bool:
-        """Whether forked processes can train. Autograd's GPU threads do not survive a fork."""
+        """Whether training can run in forked processes. Autograd's GPU threads do not survive a fork."""
         has_used_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         has_checked_loss = (
             is_custom(self.settings.train.loss) and torch.cuda.is_available()

@@ -1,4 +1,4 @@
-"""Compute task statistics over all sites from a masked sum, to which each site adds whole numbers.
+"""Compute task statistics over all sites from a masked sum of integers, to which each site contributes.
 
 With secure aggregation, a site sends neither its labels nor its means. The server learns only the number of sites with
 each label, and the mean and the sum of squared deviations of each feature over all sites.

@@ -328,7 +328,7 @@ class DataSettings:
     )
     feature_std: str = setting(
         "",
-        "sites: divisor for each feature, one number for all features or one per feature; empty: the standard "
+        "sites: divisor for the features, one number for all of them or one per feature; empty: the standard "
         "deviation over all sites",
         needs="dataset = sites",
     )

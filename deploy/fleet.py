@@ -349,7 +349,7 @@ def push_until_expired(fleet: Fleet, reply: Packed, seconds: float) -> None:
             if getattr(error, "code", lambda: None)() == grpc.StatusCode.UNAUTHENTICATED:
                 raise
             if time.monotonic() + pause >= end:
-                log(ERROR, "the reply %s is lost: %s", metadata.message_id, describe(error))
+                log(ERROR, "the reply %s was lost: %s", metadata.message_id, describe(error))
                 return
             log(WARNING, "the node resends the reply %s after an error: %s", metadata.message_id, describe(error))
             time.sleep(pause)

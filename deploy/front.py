@@ -210,7 +210,7 @@ class AppCalls:
     queue, runs : MessageQueue, Runs
         The SuperLink's messages and runs.
     turns : Turns
-        The turns of writers to the SuperLink's database.
+        The queue of writers to the SuperLink's database.
     """
 
     def __init__(self, app: ASGIApp, queue: MessageQueue, runs: Runs, turns: Turns) -> None:

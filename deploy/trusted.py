@@ -68,7 +68,7 @@ def check_signatures(bundle: Bundle, entities: Mapping[str, str]) -> list[str]:
     if hashlib.sha256(bundle.content).hexdigest() != bundle.hash:
         raise UntrustedAppError(f"the app of this run does not match its hash; {OPTION} rejects it")
     if not bundle.verifications.get("valid_license") or not (names := signers(bundle, entities)):
-        raise UntrustedAppError(f"no trusted entity of this node ({OPTION}) has signed the app of this run")
+        raise UntrustedAppError(f"none of this node's trusted entities ({OPTION}) has signed the app of this run")
     return names
 
 

@@ -165,7 +165,7 @@ def client_scores(served: Sequence[float | None], local: Sequence[float | None],
 
 
 def partition(counts: npt.ArrayLike, path: Path, *, class_names: Sequence[str] = ()) -> None:
-    """Draw the number of samples per client and class, ``counts`` ``(M, C)``."""
+    """Plot the number of samples per client and class, ``counts`` ``(M, C)``."""
     panel = Panel(np.transpose(counts), "", "client", "class", "samples", yticks=class_names, counts=True)
     heatmaps([panel], path, title="Samples of each class on each client")
 

@@ -123,8 +123,8 @@ Work = Callable[[Sequence[Parcel]], Sequence[Parcel | Exception]]
 class Worker:
     """A worker process, with the parent's end of its pipe, its shelves, and its current bundles.
 
-    A bundle consists of groups of parcel numbers, and the number of its shelf. ``done`` counts the finished
-    groups of the first bundle, in memory that both processes share.
+    A bundle consists of groups of parcel numbers, and the number of its shelf. ``done`` is a counter, in memory that
+    both processes share, of the finished groups of the first bundle.
     """
 
     process: BaseProcess
@@ -298,7 +298,7 @@ class Workers:
             connection.send(answers)
 
     def _send(self, worker: Worker, groups: Sequence[Mapping[int, Parcel]], job: "_Job") -> None:
-        """Send a bundle of groups to a worker. The worker starts no group after the end of the job."""
+        """Send a bundle of groups to a worker. The worker does not start another group once the job has ended."""
         shelf, end, bundle, shelved = worker.free_shelf(), 0, [], job.shelved
         for group in groups:
             bundle.append(list[Any]())

@@ -215,7 +215,7 @@ class Setting:
         return " and ".join(f"{key} = {quoted(values[key])}" for key in failed)
 
     def largest(self, values: Mapping[str, Scalar]) -> float:
-        """Return the largest value that has an effect in a run: the limit, or infinity without a limit.
+        """Return the largest value that has an effect in a run: the limit, or infinity if there is none.
 
         Parameters
         ----------

@@ -421,7 +421,7 @@ def _of(group: Group) -> str:
 
 
 def _figure(title: str, about: str, curves: Mapping[Series, charts.Band], *, percent: bool = False) -> Markup:
-    return _framed(title, about, charts.lines(curves, f"{title}, {about}, over the rounds", percent=percent))
+    return _framed(title, about, charts.lines(curves, f"{title}, {about}, by round", percent=percent))
 
 
 def _framed(title: str, about: str, content: Markup) -> Markup:

@@ -132,7 +132,7 @@ def _cross_validate(
     settings = read_settings(user_settings, where)
     if settings.data.dataset == SITES:
         raise SettingsError(
-            f"folds = {settings.data.folds}: a site accepts one split in a run; submit a run for each fold, with "
+            f"folds = {settings.data.folds}: a site accepts only one split per run; submit a run for each fold, with "
             f"fold = 1 to fold = {settings.data.folds}"
         )
 

@@ -308,7 +308,7 @@ class _Phase:
         if clock >= self._ends:
             phase_reason = f"no reply within round-timeout = {self._timeout:g} s"
         elif clock >= self._grace_ends:
-            phase_reason = f"no reply within grace = {self._grace:g} s after {self._needed} other clients"
+            phase_reason = f"no reply within grace = {self._grace:g} s after {self._needed} other clients replied"
         for node, delivery in list(self._under_way.items()):
             limit = self._grid.pace.limit(delivery.phase, node)
             reason = phase_reason or (

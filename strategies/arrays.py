@@ -84,7 +84,7 @@ def model(
 
 
 def gradient(*, noise: Answer, sums: Answer, change_of: str) -> Returned:
-    """Declare the change of a model-shaped array without running statistics, such as a control variate."""
+    """Declare the change in an array, such as a control variate, with the model's shape but no running statistics."""
     return Returned(noise=verdict(noise), sums=verdict(sums), change_of=change_of, is_change=True, has_statistics=False)
 
 

@@ -1,4 +1,4 @@
-"""Draw the clients of each round from the settings alone, so that the server and the clients agree on them."""
+"""Sample each round's clients using only the settings, so that the server and the clients agree on them."""
 
 import math
 from collections import Counter

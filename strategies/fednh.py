@@ -153,7 +153,7 @@ def drawn(prototypes: FloatArray, means: FloatArray, rho: float) -> FloatArray:
     prototypes : numpy.ndarray, float32, (C, D)
         W, with rows of length 1.
     means : numpy.ndarray, float32, (C, D)
-        μ. A row of zeros belongs to a class without samples, whose prototype does not change.
+        μ. A row of zeros means that the class has no samples, so its prototype does not change.
     rho : float
         The weight of W.
     """

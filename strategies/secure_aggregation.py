@@ -204,7 +204,7 @@ class View(NamedTuple):
 
 
 def connected(clients: set[int], rosters: Mapping[int, Sequence[int]]) -> bool:
-    """Return whether some clients, linked to their neighbours, form a connected graph.
+    """Return whether the given clients and the links to their neighbours form a connected graph.
 
     If the graph had several components, the server would learn the sum of each.
     """

@@ -133,7 +133,7 @@ def test_a_missing_head_is_reported(audit_log: AuditLog) -> None:
     fill(audit_log, 1)  # the next event does not hide it
     checked = audit_log.check()
     assert checked.line == EVENTS + 1
-    assert f"the log had {EVENTS} of an unknown number" in checked.problem
+    assert f"the log contained only {EVENTS} of an unknown number" in checked.problem
 
 
 def test_later_events_do_not_hide_a_truncation(audit_log: AuditLog) -> None:
@@ -142,10 +142,10 @@ def test_later_events_do_not_hide_a_truncation(audit_log: AuditLog) -> None:
     fill(audit_log, 5)
     checked = audit_log.check()
     assert checked.line == 5
-    assert f"the log had 4 of {EVENTS} events" in checked.problem
+    assert f"the log contained only 4 of {EVENTS} events" in checked.problem
     audit_log.path.unlink()
     fill(audit_log, 2)
-    assert "the log had 0 of 10 events" in audit_log.check().problem
+    assert "the log contained only 0 of 10 events" in audit_log.check().problem
 
 
 def test_an_anchor_detects_a_rewritten_log_and_head(audit_log: AuditLog) -> None:

@@ -678,7 +678,7 @@ def test_a_row_can_reuse_the_runs_of_another(paper_dir: Path) -> None:
     states = {entry.row: entry.state for entry in comparison.entries}
     assert states == {"FedAvg": "differs", "Global": "differs", "Local": "not run"}  # scale small skips it
     text = " ".join(Path("docs/papers/mine.md").read_text(encoding="utf-8").split())
-    expected = "Measured: local last; served last (Global); local upper-bound (Local). Number of seeds: 2, unless"
+    expected = "Metrics: local last; served last (Global); local upper-bound (Local). Number of seeds: 2, unless"
     assert expected in text
 
 

@@ -405,7 +405,7 @@ def test_supplied_partitions_are_used_and_others_refused():
         partition(data, settings(num_clients=2, partition="iid"), 0)
     with pytest.raises(SettingsError, match="num-clients = 10"):
         partition(data, settings(), 0)
-    with pytest.raises(SettingsError, match="partition = 'given' needs data"):
+    with pytest.raises(SettingsError, match="partition = 'given' needs partitioned data"):
         partition(dataset(5, 2), settings(partition="given"), 0)
 
 

@@ -428,7 +428,7 @@ def test_each_file_of_predictions_is_read_once(heart: dict[str, object], monkeyp
 
 
 def test_a_site_refuses_a_run_over_all_folds() -> None:
-    with pytest.raises(SettingsError, match="folds = 3: a site accepts one split in a run"):
+    with pytest.raises(SettingsError, match="folds = 3: a site accepts only one split per run"):
         run(None, {"dataset": "sites", "folds": 3})
 
 

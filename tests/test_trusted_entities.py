@@ -82,7 +82,7 @@ def test_apps_without_a_trusted_signature_are_rejected(key: Ed25519PrivateKey, b
         {**HUB, KEY_ID: "{}"},
         {**HUB, KEY_ID: '{"signed_at": -1, "signature": "!"}'},
     ):
-        with pytest.raises(UntrustedAppError, match="no trusted entity of this node"):
+        with pytest.raises(UntrustedAppError, match="none of this node's trusted entities"):
             check_signatures(fab(bundle, verifications), entities)
     other = Bundle("0" * 64, bundle, {**HUB, KEY_ID: verification(key, bundle)})
     with pytest.raises(UntrustedAppError, match="does not match its hash"):

@@ -179,7 +179,8 @@ class Share:
 class Schedule:
     """The mini-batches of P clients side by side. Each client's batches are the same as if it trained alone.
 
-    The clients are sorted by decreasing number of steps, so the clients that still train at a step come first. All
+    The clients are sorted by decreasing number of steps, so the clients that are still training at any step come first.
+    All
     batches are padded to the size of the largest batch, and the padding has weight 0. ``order`` contains the index of
     the share at each position. ``last_pass_count`` ``(P, 1)`` is the number of samples in each client's last pass.
     """

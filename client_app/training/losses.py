@@ -44,7 +44,7 @@ def huber(outputs: Tensor, values: Tensor, delta: float) -> Tensor:
 
 @lru_cache(maxsize=16)
 def criterion_of(loss: str, target: str = CLASSES, delta: float = 1.0) -> Criterion | None:
-    """Return the per-sample loss that the setting ``loss`` names, or None for cross-entropy.
+    """Return the per-sample loss selected by the setting ``loss``, or None for cross-entropy.
 
     Parameters
     ----------

@@ -28,7 +28,7 @@ class SharpnessAware:
     radius: float
 
     def gradients(self, models: Models, batch: Batch) -> Gradients:
-        """Return the losses at the parameters and the gradient at the displaced point."""
+        """Return the losses at the current parameters and the gradient at the perturbed parameters."""
         losses, uphill = models.gradients(batch)
         with displaced(models, models.resized(uphill, self.radius, enlarge=True)):
             return losses, models.gradients(batch)[1]
@@ -188,7 +188,7 @@ def leading(tensors: list[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def divided(batch: Batch, parts: int) -> list[Batch]:
-    """Divide mini-batches ``(B, ...)`` or ``(A, B, ...)`` into parts by dealing out the samples in turn.
+    """Divide mini-batches ``(B, ...)`` or ``(A, B, ...)`` into parts, and assign the samples to the parts round-robin.
 
     A part that would be empty is a copy of the first part. Each sample keeps its weight in the loss. In stacked
     mini-batches, whose rows are padded with samples of weight 0, the weights are rescaled so that the mean over a

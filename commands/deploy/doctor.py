@@ -147,7 +147,7 @@ def check_gpu() -> Iterator[Finding]:
 
 
 def check_disk(directories: Iterable[tuple[str, Path]]) -> Iterator[Finding]:
-    """Check the free space on the disks that contain the directories; each directory has a description."""
+    """Check the free space on the disks that contain the directories, given as pairs of a description and a path."""
     for content, path in (*directories, ("temporary files", Path(tempfile.gettempdir()))):
         free, total = free_disk(path)
         is_low = free < LITTLE_BYTES or free < LITTLE_SHARE * total

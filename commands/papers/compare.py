@@ -75,7 +75,10 @@ class Comparison:
                 if cell.seed in seeds and summary["status"] == "completed":
                     runs.setdefault((cell.variant, cell.row), []).append(cell)
         self.cells: dict[tuple[str, str], tuple[str, list[Cell]]] = {}
-        """The runs on the page and their scale: in a table, each row's larger scale; in a figure, one per variant."""
+        """The runs on the page and their scale, keyed by variant and row.
+
+        A table uses the larger scale of each row, and a figure uses one scale per variant.
+        """
         for variant in self.item.variants:
             for scale in self._drawn_at(variant):
                 runs = self.finished[scale]

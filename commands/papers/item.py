@@ -181,7 +181,7 @@ class Item:
 
     @property
     def draws_alone(self) -> bool:
-        """Whether the item is a figure that Posy draws from settings alone."""
+        """Whether the item is a figure that Posy draws from the settings alone, without any runs."""
         return self.form.get("kind") in ALONE
 
     @property

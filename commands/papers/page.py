@@ -165,7 +165,7 @@ def _section(paper: str, comparison: Comparison, pictures: Sequence[str]) -> lis
         )
         run_time = f" ({duration(_seconds(comparison))} of run time)" if comparison.cells else ""
         measures = f"{'; '.join(item.measures)}{_points(comparison)}"
-        parts.append(_filled(f"Command: {command}{run_time}. Measured: {measures}.{_seeds(comparison)}"))
+        parts.append(_filled(f"Command: {command}{run_time}. Metrics: {measures}.{_seeds(comparison)}"))
         for scale in comparison.scales:
             if changes := changed(comparison, scale):
                 parts.append(_filled(f"Settings at the {scale} scale, with the paper's values in brackets: {changes}."))

@@ -1,4 +1,4 @@
-"""Read the arrays in .npz files directly into their final memory.
+"""Read the arrays in .npz files directly into preallocated memory, without a copy.
 
 NumPy's reader would trust the sizes in a file's headers, and joining its arrays would require a copy.
 """
