@@ -30,7 +30,7 @@ LIMIT = re.compile(r"([a-z][\w-]*)(?: - ([0-9]+))?")
 LONGEST = 120
 """Maximum number of characters of a value in an error message."""
 COMMAND_LINE = "the command line"
-"""Source that error messages name for settings from the command line."""
+"""The source that error messages give for command-line settings."""
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
 

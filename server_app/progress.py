@@ -253,7 +253,7 @@ def _metrics_table(summary: Mapping[str, Any]) -> list[str]:
 def central_scores(summary: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
     """Return the evaluation point and the scores of a run on its central test set, or None if it has no such scores.
 
-    The point is the point by which the method is scored or, if its models are not available, the other point.
+    It is the point by which the method is scored, or the other one if the models of the first are not available.
     """
     central, point = summary.get("central", {}), summary.get("point", "served")
     return next(((at, central[at]) for at in (point, "served", "local") if at in central), None)

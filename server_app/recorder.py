@@ -104,7 +104,7 @@ class Recorder:
         self.privacy = PrivacyLedger(settings, self.directory.path, lambda client: strategy.clients[client].num_train)
         strategy.rounds.before_training = self.privacy.note
         self.rounds = 0
-        # The server's state after the last finished round; None while a round is recorded, or if the state is large.
+        # The server's state after the last finished round; None while a round is being recorded, or if it is large.
         self._server_state: dict[str, npt.NDArray[np.generic]] | None = None
         self._versions: dict[int, str] = {}
         self.system: SystemAccuracy | None = None

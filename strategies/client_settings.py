@@ -118,7 +118,7 @@ def check_clients(train: TrainSettings, num_clients: int, names: Sequence[str] |
         if client not in names_and_numbers and (names is not None or client.isdecimal()):
             hint = f" or {', '.join(names[:5])}{', …' * (len(names) > 5)}" if names else ""
             raise SettingsError(f"client-settings: client {client} does not exist; use 0 to {num_clients - 1}{hint}")
-        # Groups with numbers are called `group 10`, and client 1 may be group 10.
+        # A numbered group has a name such as `group 10`, and client 1 may be group 10.
         numbered = [name for name in names or () if name.rpartition(" ")[2] == client]
         if client.isdecimal() and names and numbered and numbered[0] != (name := names[int(client)]):
             raise SettingsError(

@@ -146,7 +146,7 @@ class Item:
             values = entry if isinstance(entry, list) else [entry]
             if len(values) != len(self.columns):
                 raise SettingsError(
-                    f"printed of {row} in {self.file}: {len(values)} values for {len(self.columns)} columns"
+                    f"{self.file}: printed values of {row}: {len(values)} for {len(self.columns)} columns"
                 )
             for (variant, measure), value in zip(self.columns, values, strict=True):
                 if value is None:
