@@ -210,7 +210,7 @@ def test_the_client_loss_drifts_more_than_the_class_loss() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"printed": {"FedAvg": [1]}}, "1 values for 2 columns"),
+        ({"printed": {"FedAvg": [1]}}, "printed values of FedAvg: 1 for 2 columns"),
         ({"printed": {"FedAvg": ["much", 1]}}, "'much' of FedAvg"),
         ({"claims": [{"say": "x", "higher": "FedAvg"}]}, "claim has the keys say, higher"),
         ({"claims": [{"say": "x", "higher": "FedAvg", "lower": "FedProx"}]}, "'FedProx' in claims"),
