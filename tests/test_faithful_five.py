@@ -246,7 +246,7 @@ BATCHNORM = {
         ("feddrm", {"model": "linear"}, "predict as method = 'local'"),
         ("feddrm", {"feddrm_class_weight": 1.0}, "method = 'fedper'"),
         ("feddrm", {"feddrm_class_weight": 0.0}, "class classifiers untrained"),
-        ("ppfe", {"model": "linear"}, "method = 'fedavg'"),
+        ("ppfe", {"model": "linear"}, "equivalent to FedAvg"),
         ("ppfe", {"ppfe_stages": 1}, "ppfe-stages = 1"),
         ("ppfe", {"model": "mlp"}, "num-server-rounds = 1"),
     ],
