@@ -60,3 +60,9 @@ def free_memory() -> float:
 
 def _reason(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error)
+
+
+def is_pfllib(path: Path) -> bool:
+    """Return whether a directory has PFLlib's layout: train/0.npz and a folder test."""
+    # Unlike pathlib, os.path returns False if a path is invalid or cannot be read.
+    return os.path.isfile(path / "train" / "0.npz") and os.path.isdir(path / "test")  # noqa: PTH112, PTH113

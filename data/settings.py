@@ -4,8 +4,8 @@ import difflib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from posy.data.files import is_pfllib
 from posy.data.published import DATASETS, FLAMBY, Published
-from posy.data.readers.pfllib import is_pfllib
 from posy.data.task import CLASSIFICATION, MULTI_LABEL, REGRESSION, TARGETS
 from posy.metrics import CLASSES
 from posy.paths import absolute, exists, expanded

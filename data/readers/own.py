@@ -11,13 +11,13 @@ import numpy as np
 from posy.data.columns import Columns
 from posy.data.dataset import Content, Dataset, make_dataset
 from posy.data.errors import DataError
-from posy.data.files import check_regular
+from posy.data.files import check_regular, is_pfllib
 from posy.data.labels import as_labels, joined_labels, known_labels, label_name, numbered_groups, written_label
 from posy.data.readers.arrow import is_saved, read_parquet, read_saved
 from posy.data.readers.functions import PARTS, PATIENTS, content_of
 from posy.data.readers.image import image_content, labelled_images
 from posy.data.readers.npz import NpzFile
-from posy.data.readers.pfllib import is_pfllib, read_pfllib
+from posy.data.readers.pfllib import read_pfllib
 from posy.data.readers.samples import samples_of
 from posy.data.readers.tables import read_csv, rows_of
 from posy.data.targets import as_targets

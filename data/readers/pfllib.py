@@ -27,12 +27,6 @@ _MAX_DEPTH = 8  # maximum nesting depth of lists
 _MAX_SHARED = 10**7  # maximum count of numbers in lists, over all references, or the file size if larger
 
 
-def is_pfllib(path: Path) -> bool:
-    """Return whether a directory has PFLlib's layout: train/0.npz and a folder test."""
-    # Unlike pathlib, os.path returns False if a path is invalid or cannot be read.
-    return os.path.isfile(path / "train" / "0.npz") and os.path.isdir(path / "test")  # noqa: PTH112, PTH113
-
-
 def read_pfllib(path: Path) -> Content:
     """Read a PFLlib directory.
 
