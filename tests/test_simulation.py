@@ -116,7 +116,7 @@ def run_in_process(settings: dict[str, Any]) -> None:
 
 CUT = {"num-server-rounds": 8, "checkpoint-every": 2}
 SECURE = {"secure-aggregation": True}
-TABLE = {"dataset": "heart-disease", "max-samples": 0, "validation-fraction": 0.2}
+TABLE = {"dataset": "heart-disease", "max-samples": 0, "validation-fraction": 0.2, "central-test-data": ""}
 """The raw tables of four hospitals, with categories and missing values."""
 
 
@@ -174,7 +174,7 @@ def test_ray_and_one_process_give_the_same_models(method: str, simulated: Path, 
     run_in_process(settings(tmp_path, method, method))
     points = 2 if settings_class(method).point == "served" else 1
     assert len(models_of(simulated / method)) == points * CLIENTS + 1
-    assert summary_of(simulated / method)["central"]["served"]["models"] == CLIENTS
+    assert summary_of(simulated / method)["central"]["served"]["models"] in (1, CLIENTS)  # 1: all clients share it
     assert_same_results(simulated / method, tmp_path / method)
 
 
