@@ -8,6 +8,7 @@ this program scores each model of a run with ``scaling=federation`` on the test 
 """
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +17,40 @@ import numpy.typing as npt
 
 import posy
 from posy.client_app.workspace import Workspace
+from posy.commands.table import read_plan
 from posy.storage import load_arrays
 from posy.strategies.registry import read_settings
 
-SETTINGS: dict[str, Any] = {
-    "method": "pooled", "dataset": "heart-disease", "protocol": "flamby", "model": "logistic", "batch-size": 4,
-    "num-server-rounds": 1, "local-epochs": 50, "lr": 0.001, "optimizer": "adam", "device": "cpu",
-}  # fmt: skip
-"""The setting of the row Pooled in benchmarks/tables/flamby-heart.yaml."""
-SEEDS = (42, 43, 44, 45, 46)
-HOSPITALS = ("Cleveland", "Hungary", "Switzerland", "Long Beach")
+TABLE, ROW = Path(__file__).parent / "tables" / "flamby-heart.yaml", "Pooled"
+"""The table and its row of pooled training, whose settings and seeds this program uses."""
 
 
-def hits(arrays: dict[str, npt.NDArray[np.float32]], scaling: str) -> list[npt.NDArray[np.bool_]]:
+def workspace_of(config: Mapping[str, Any], scaling: str) -> Workspace:
+    """Return the data of a run, with one scale for all hospitals (``federation``) or one for each (``client``)."""
+    return Workspace(read_settings({**config, "scaling": scaling}))
+
+
+def hits(arrays: Mapping[str, npt.NDArray[np.float32]], workspace: Workspace) -> list[npt.NDArray[np.bool_]]:
     """Return for each hospital whether the logistic regression classifies each of its test rows correctly."""
-    workspace = Workspace(read_settings(SETTINGS | {"scaling": scaling}))
     weight, bias = (next(array for array in arrays.values() if array.ndim == ndim) for ndim in (2, 1))
-    data = [workspace.client_data(client) for client in range(len(HOSPITALS))]
+    data = [workspace.client_data(client) for client in range(workspace.settings.data.num_clients)]
     return [(d.x_test.numpy() @ weight[0] + bias > 0) == d.y_test.numpy() for d in data]
 
 
 def main() -> None:
     """Train one model per seed and print the accuracy of the models."""
+    configs = [cell.config for cell in read_plan(TABLE).cells if cell.row == ROW]
+    by_scale = {scaling: workspace_of(configs[0], scaling) for scaling in ("client", "federation")}
     rows = []
-    for seed in SEEDS:
+    for config in configs:
         with tempfile.TemporaryDirectory() as folder:
-            posy.run(**SETTINGS | {"scaling": "federation", "seed": seed, "output-dir": folder, "run-name": "pooled"})
+            paths = {"output-dir": folder, "run-name": "pooled", "scaling": "federation"}
+            posy.run(**{key.replace("-", "_"): value for key, value in {**config, **paths}.items()})
             arrays = load_arrays(Path(folder) / "pooled" / "models" / "served-0.safetensors")
-        own_scale = [part.mean() for part in hits(arrays, "client")]
-        rows.append([*own_scale, np.concatenate(hits(arrays, "federation")).mean()])
-    for name, scores in zip((*HOSPITALS, "pooled test set"), 100 * np.array(rows).T, strict=True):
+        of_hospitals = [part.mean() for part in hits(arrays, by_scale["client"])]
+        rows.append([*of_hospitals, np.concatenate(hits(arrays, by_scale["federation"])).mean()])
+    names = (*by_scale["client"].partition.names, "pooled test set")
+    for name, scores in zip(names, 100 * np.array(rows).T, strict=True):
         print(f"{name:16} {scores.mean():.1f} ± {scores.std(ddof=1):.1f}")
 
 

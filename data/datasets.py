@@ -89,11 +89,11 @@ def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:
 
 
 def _check_columns(columns: Columns, name: str, allowed: Sequence[str]) -> None:
-    """Raise :class:`SettingsError` if a setting names a column, but the data has no such columns."""
+    """Raise :class:`SettingsError` if a setting names a column that the data cannot have."""
     if refused := [(key, column) for key, column in columns.named() if key not in allowed]:
         key, column = refused[0]
         raise SettingsError(
-            f"{key} = {column!r} cannot be combined with dataset = {name!r}, which has no such columns: only .csv, "
+            f"{key} = {column!r} cannot be combined with dataset = {name!r}, which does not have columns: only .csv, "
             f".parquet, hf:owner/name and folders of datasets.save_to_disk have columns; remove {key}"
         )
 
@@ -132,7 +132,9 @@ def _check_unused(dataset: Dataset, settings: DataSettings) -> None:
             raise SettingsError(f"{key} = {value!r} has no effect: {name} {reason}; remove {key}")
     parsed = [column for column, names in zip(dataset.columns, dataset.categories, strict=False) if names is not None]
     if unused := [column for column in columns.categories if column not in parsed]:
-        raise SettingsError(f"categories = {unused[0]!r}: {name} has no such categorical column; correct categories")
+        raise SettingsError(
+            f"categories = {unused[0]!r}: {name} does not have this categorical column; correct categories"
+        )
 
 
 def _check_resized(dataset: Dataset, settings: DataSettings) -> None:
@@ -171,5 +173,5 @@ def _subset(dataset: Dataset, settings: DataSettings, seed: int) -> Dataset:
         )
     keep = np.sort(numpy_generator(seed, "subset").choice(len(dataset), size, replace=False))
     arrays = {name: getattr(dataset, name) for name in ("groups", "split_groups", "is_test")}
-    kept: dict[str, Any] = {name: None if array is None else array[keep] for name, array in arrays.items()}
-    return replace(dataset, x=dataset.x[keep], y=dataset.y[keep], **kept)
+    selected: dict[str, Any] = {name: None if array is None else array[keep] for name, array in arrays.items()}
+    return replace(dataset, x=dataset.x[keep], y=dataset.y[keep], **selected)

@@ -133,5 +133,5 @@ def read_yaml(path: Path, keys: tuple[type, ...] = (str,)) -> dict[Any, Any]:
 _parsed = lru_cache(maxsize=1024)(parse)
 """A cached version of :func:`parse`, because building a table reads a run's file several times.
 
-Callers must not modify its results.
+Do not modify its results.
 """

@@ -242,14 +242,10 @@ def _client_means(rounds: Mapping[Path, int], columns: Sequence[str]) -> dict[in
     for client, rows in sorted(folds.items()):
         means[client] = {"n_test": sum(int(row["n_test"]) for row in rows)}
         for column in columns:
-            scores = [(float(row[column]), int(row["n_test"])) for row in rows if row.get(column)]
-            if scores:
-                means[client][column] = _weighted_mean(scores)
+            if scored := [row for row in rows if row.get(column)]:
+                weights = [int(row["n_test"]) for row in scored]
+                means[client][column] = statistics.fmean((float(row[column]) for row in scored), weights)
     return {client: row for client, row in means.items() if len(row) > 1}
-
-
-def _weighted_mean(scores: Sequence[tuple[float, int]]) -> float:
-    return sum(score * weight for score, weight in scores) / sum(weight for _, weight in scores)
 
 
 def _means_of_sums(folds: Iterable[Mapping[str, Any]], summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,13 +255,13 @@ def _means_of_sums(folds: Iterable[Mapping[str, Any]], summary: Mapping[str, Any
     """
     entries: dict[str, list[Mapping[str, Any]]] = {}
     for each in folds:
-        found = {column: e for column, e in (each.get("metrics") or {}).items() if column != "round"}
-        for key, entry in {**{point: each[point]["last"] for point in POINTS}, **found}.items():
+        metrics = {column: e for column, e in (each.get("metrics") or {}).items() if column != "round"}
+        for key, entry in {**{point: each[point]["last"] for point in POINTS}, **metrics}.items():
             if entry and entry.get("samples"):
                 entries.setdefault(key, []).append(entry)
     means: dict[str, Any] = {}
     for key, parts in entries.items():
-        mean = _weighted_mean([(part["mean"], part["samples"]) for part in parts])
+        mean = statistics.fmean((part["mean"] for part in parts), [part["samples"] for part in parts])
         counts = {"clients": max(part["clients"] for part in parts), "samples": sum(part["samples"] for part in parts)}
         means[key] = {"mean": mean, **dict.fromkeys(("std", "min", "max", "tenth", "weighted", "jain")), **counts}
     rounds = summary["rounds"]
