@@ -68,3 +68,32 @@ def metrics_of(numbers: Sequence[int], samples: int, std: Sequence[float]) -> di
     if varied.any():
         values["r2"] = float((1 - square[varied] / variance[varied]).mean())
     return values
+
+
+def rescaled(
+    numbers: Sequence[int],
+    samples: int,
+    before: tuple[Sequence[float], Sequence[float]],
+    after: tuple[Sequence[float], Sequence[float]],
+) -> list[int]:
+    """Return the sums of :func:`value_sums` for another mean and standard deviation of each value.
+
+    Each value z becomes a z + b. Σmax(z, 0) and Σmax(−z, 0) become the positive and the negative part of Σz, because
+    the metrics depend only on their difference.
+
+    Parameters
+    ----------
+    numbers, samples : sequence of int, int
+        The sums, and the number of samples n.
+    before, after : tuple
+        The mean and the standard deviation of each value, both ``(C,)``, for the sums and for the result.
+    """
+    (mean, std), (new_mean, new_std) = (np.array(pair, np.float64) for pair in (before, after))
+    sums: Floats = np.array(numbers, np.float64).reshape(ROWS, len(std)) / STEPS
+    absolute, square, above, below, second = sums
+    a, b = std / new_std, (mean - new_mean) / new_std
+    total = above - below
+    new_total = a * total + samples * b
+    new_second = a**2 * second + 2 * a * b * total + samples * b**2
+    rows = [a * absolute, a**2 * square, np.maximum(new_total, 0), np.maximum(-new_total, 0), new_second]
+    return [round(number) for number in (np.stack(rows) * STEPS).ravel().tolist()]

@@ -18,6 +18,7 @@ from posy.extensions import key_prefix
 from posy.metrics import column_of
 from posy.paths import absolute
 from posy.scores import Predictions, values_of
+from posy.server_app.masked_sums import add_sums, pooled_entry
 from posy.server_app.pooled_scores import joined, majority_notice, pooled_scores, read_clients
 from posy.server_app.progress import results_table
 from posy.server_app.record import Record
@@ -34,8 +35,10 @@ from posy.strategies.settings import Settings
 UNKNOWN: dict[str, None] = {"last": None, "best": None, "upper-bound": None}
 AT_NODES = "means over the folds; scores over all samples are not available, because the predictions stay on the nodes"
 """The entry ``fold-scores`` in a summary without predictions."""
-OF_SUMS = "means over the folds; scores over all samples are not available with secure-aggregation"
-"""The entry ``fold-scores`` in a summary under secure aggregation."""
+OF_SUMS = (
+    "means over the folds; the sums of the folds cannot be added, because they contain different classes or metrics"
+)
+"""The entry ``fold-scores`` in a summary under secure aggregation if scores over all samples are not available."""
 Train = Callable[[Mapping[str, Any]], Recorder]
 """Type of a function that executes a run with some settings changed."""
 
@@ -131,7 +134,7 @@ class CrossValidation:
         """
         run, columns, rounds = self.settings.run, recorder.columns, summary["rounds"]
         if run.secure_aggregation:
-            return {**_means_of_sums(finished.values(), summary), "client-scores": NOT_AVAILABLE}
+            return self._of_sums(recorder, finished, rounds)
         folders = [self._folder(fold) / "predictions" for fold in finished]
         has_predictions = any(folder.is_dir() for folder in folders)
         names = (columns.metric.name, *columns.other_metrics)
@@ -162,6 +165,34 @@ class CrossValidation:
             scores[at] = {**UNKNOWN, "last": {"round": rounds, **over, "missing": 0} if over else None}
         reported = {column: over for column, over in over_clients.items() if over}
         return {**scores, "metrics": {"round": rounds, **reported}}
+
+    def _of_sums(self, recorder: Recorder, finished: Mapping[int, dict[str, Any]], rounds: int) -> dict[str, Any]:
+        """Return the scores over all test samples of the finished folds, from the masked sums of each fold.
+
+        If the sums cannot be added, the scores are means over the folds.
+        """
+        task, metric, at = recorder.workspace.task, recorder.columns.metric, self.settings.method.point
+        tallies = add_sums(map(self._folder, finished), task, self.settings.run)
+        scores = _means_of_sums(finished.values())
+        has_means = any(point in scores and point not in tallies for point in POINTS)
+        for point, tally in tallies.items():
+            scores = {key: entry for key, entry in scores.items() if key.partition("_")[0] != point}
+            scores |= {column_of(point, name): tally.spread(name) for name in tally.metrics}
+            scores[point] = tally.spread(metric.name)
+        pooled = {point: pooled_entry(tally, task) for point, tally in tallies.items()}
+        notice = majority_notice(pooled, task.class_names, metric, at)
+        last = {point: scores.pop(point, None) for point in POINTS}
+        return {
+            **{
+                p: {**UNKNOWN, "last": {"round": rounds, **over, "missing": 0} if over else None}
+                for p, over in last.items()
+            },
+            "metrics": {"round": rounds, **scores},
+            "client-scores": NOT_AVAILABLE,
+            **({"pooled": pooled} if pooled else {}),
+            **({"fold-scores": OF_SUMS} if has_means else {}),
+            **({"notices": [notice]} if notice else {}),
+        }
 
     def _out_of_fold(
         self, recorder: Recorder, folders: Sequence[Path], names: Sequence[str]
@@ -248,10 +279,10 @@ def _client_means(rounds: Mapping[Path, int], columns: Sequence[str]) -> dict[in
     return {client: row for client, row in means.items() if len(row) > 1}
 
 
-def _means_of_sums(folds: Iterable[Mapping[str, Any]], summary: Mapping[str, Any]) -> dict[str, Any]:
+def _means_of_sums(folds: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return each score's mean over the folds, weighted by their test samples, for a server that knows only sums.
 
-    For accuracy, log loss and MAE, this is the score over all samples.
+    The scores are keyed by column, and the run's metric also by evaluation point.
     """
     entries: dict[str, list[Mapping[str, Any]]] = {}
     for each in folds:
@@ -264,12 +295,7 @@ def _means_of_sums(folds: Iterable[Mapping[str, Any]], summary: Mapping[str, Any
         mean = statistics.fmean((part["mean"] for part in parts), [part["samples"] for part in parts])
         counts = {"clients": max(part["clients"] for part in parts), "samples": sum(part["samples"] for part in parts)}
         means[key] = {"mean": mean, **dict.fromkeys(("std", "min", "max", "tenth", "weighted", "jain")), **counts}
-    rounds = summary["rounds"]
-    scores: dict[str, Any] = {
-        point: {**UNKNOWN, "last": {"round": rounds, **means.pop(point), "missing": 0} if point in means else None}
-        for point in POINTS
-    }
-    return {**scores, "metrics": {"round": rounds, **means}, "fold-scores": OF_SUMS}
+    return means
 
 
 def interrupted(user_settings: Mapping[str, Any], where: str) -> Path | None:

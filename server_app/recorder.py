@@ -23,6 +23,7 @@ from posy.metrics import column_of
 from posy.server_app.central import CentralScores
 from posy.server_app.checkpoints import ARRAYS, Checkpoint, Checkpoints, Resumption, data_digests
 from posy.server_app.federation import Federation
+from posy.server_app.masked_sums import write_sums
 from posy.server_app.memory import Memory
 from posy.server_app.pictures import Pictures
 from posy.server_app.pooled_scores import majority_notice, pooled_scores, read_clients
@@ -162,6 +163,8 @@ class Recorder:
             self.system = system_accuracy(self.settings, self.strategy, self.workspace, self.directory)
         if status == "completed":
             self._score_all_samples()
+            if self.settings.data.fold and self.settings.run.secure_aggregation:
+                write_sums(self.directory.path, self.totals.sums, self.workspace.task)
             self.central = self._central_scores.of_last_round(self.rounds) if self._central_scores else {}
         self._pictures.draw(self.totals, self.system, final=True)
         self._write_summary(status)

@@ -49,6 +49,9 @@ class Totals:
     """The run's metric on the validation splits, in the same format."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """The round of the last evaluation that reported all metrics, and the spreads of these metrics, keyed by column."""
+    sums: dict[str, Any] = field(default_factory=dict)
+    """The masked sums of the last evaluation at each of :data:`POINTS`: the numbers of ``clients`` and ``samples``, and
+    the ``numbers`` of the tally; empty without secure aggregation."""
     patience_ended: int = 0
     """The round after which ``patience`` ran out, so that the next round is the last one; 0 if it has not run out."""
     system: list[tuple[int, float]] = field(default_factory=list)
@@ -64,7 +67,7 @@ class Totals:
         keys = {f.name: key_of(f.name) for f in dataclasses.fields(cls)}
         stored = {"scores": stored.get("accuracy"), **stored}  # its key in older checkpoints
         # Older checkpoints lack these fields.
-        optional_names = ("patience_ended", "system", "metrics", *LIMITED)
+        optional_names = ("patience_ended", "system", "metrics", "sums", *LIMITED)
         totals = cls(**{name: stored[key] for name, key in keys.items() if name not in optional_names or key in stored})
         totals.dropped, totals.delivery = Counter(totals.dropped), Counter(totals.delivery)
         for name in LIMITED:
@@ -100,6 +103,11 @@ class Totals:
         reported = {c: over_clients[c] for point in POINTS for n in names if over_clients.get(c := column_of(point, n))}
         if any(over_clients.get(column_of(point, name)) for point in POINTS for name in columns.other_metrics):
             self.metrics = {"round": record.number, **reported}
+        self.sums |= {
+            point: {"clients": tally.clients, "samples": tally.samples, "numbers": list(tally.numbers)}
+            for point in POINTS
+            if (tally := record.sums.get(point)) and tally.metrics
+        }
         if trained := over_clients[TRAIN_LOSS]:
             self.trained, self.worst_loss = True, max(self.worst_loss, trained["mean"])
         self.trained |= bool(record.trained)

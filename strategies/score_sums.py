@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from posy.binned import STEPS, BinnedScores
 from posy.data.task import Task
-from posy.metrics import VALUES, column_of
+from posy.metrics import LABELS, VALUES, column_of
 from posy.scores import Predictions
 from posy.spread import Spread
 from posy.strategies.replies import LOSS
-from posy.strategies.run_settings import metric_of, positive_class
+from posy.strategies.run_settings import RunSettings, metric_of, positive_class
 from posy.strategies.settings import Settings
 from posy.value_sums import count_of, metrics_of, value_sums
 
@@ -34,6 +34,8 @@ class Tally(NamedTuple):
     """Sum of the samples' losses, in units of 1 / :data:`posy.binned.STEPS`."""
     metrics: Mapping[str, float] = {}
     """The metrics over all samples, keyed by name."""
+    numbers: tuple[int, ...] = ()
+    """The sums from which :func:`metrics_in` computes the metrics."""
 
     def spread(self, measure: str) -> Spread | None:
         """Return the ``loss`` or a metric over all samples, or None if it is not defined.
@@ -107,12 +109,15 @@ class ScoreSums:
     def sums_of(self, predictions: Predictions) -> list[int] | None:
         """Return sums over the samples, from which metrics can be computed; None if the sums would be too large.
 
-        These are :class:`~posy.binned.BinnedScores` for classes and labels, and the sums of
-        :mod:`posy.value_sums` for values.
+        These are :class:`~posy.binned.BinnedScores` for classes; the same for labels, followed by the number of samples
+        whose labels are all predicted correctly; and the sums of :mod:`posy.value_sums` for values.
         """
         if self.task.target == VALUES:
             return value_sums(predictions, self.task.value_mean, self.task.value_std)
-        return BinnedScores.of(predictions).numbers
+        numbers = BinnedScores.of(predictions).numbers
+        if self.task.target == LABELS:
+            numbers.append(int((predictions.predicted == predictions.y).all(axis=1).sum()))
+        return numbers
 
     @cached_property
     def count(self) -> int:
@@ -158,8 +163,10 @@ class ScoreSums:
             return [0] * 3
         if not self.has_sums(key):
             return [0] * 4
-        size, is_regression = self.task.num_classes, self.task.target == VALUES
-        return [0] * (3 + (count_of(size) if is_regression else BinnedScores.count(size)))
+        size = self.task.num_classes
+        if self.task.target == VALUES:
+            return [0] * (3 + count_of(size))
+        return [0] * (3 + BinnedScores.count(size) + (self.task.target == LABELS))
 
     def tallies(self, numbers: Sequence[int]) -> tuple[dict[str, Tally], int]:
         """Split the sums of :meth:`numbers` into tallies, keyed by name, and the number of processed samples."""
@@ -167,26 +174,38 @@ class ScoreSums:
         for key in self.keys:
             end = start + len(self._empty(key))
             clients, samples, loss, *scores = numbers[start:end]
-            tallies[key] = Tally(clients, samples, loss, self._metrics(key, samples, scores))
+            metrics = metrics_in(scores, samples, self.task, self.settings.run)
+            tallies[key] = Tally(clients, samples, loss, metrics, tuple(scores))
             start = end
         return tallies, numbers[-1]
 
-    def _metrics(self, key: str, samples: int, numbers: Sequence[int]) -> dict[str, float]:
-        """Return the metrics in a tally, keyed by name."""
-        if key == TRAIN or not samples:
-            return {}
-        if not self.has_sums(key):
-            return {"accuracy": numbers[0] / samples}
-        if self.task.target == VALUES:
-            return metrics_of(numbers, samples, self.task.value_std)
-        run, size = self.settings.run, self.task.num_classes
-        positive = positive_class(run, self.task.class_names)
-        if max(numbers) >= 1 << 53:  # the mask hides which client added the impossible numbers
-            return {}
-        scores = BinnedScores.from_numbers(numbers, size)
-        if not scores.is_consistent(self.task.target, samples):
-            return {}
-        return scores.values(self.task.target, positive, run.fixed_sensitivity)
+
+def metrics_in(numbers: Sequence[int], samples: int, task: Task, run: RunSettings) -> dict[str, float]:
+    """Return the metrics in the sums of a tally, keyed by name; empty without samples or if the sums are impossible.
+
+    Parameters
+    ----------
+    numbers : sequence of int
+        The number of correct predictions, or sums as :meth:`ScoreSums.sums_of` returns them. Empty for a training loss.
+    samples : int
+        The number of samples.
+    task, run : Task, RunSettings
+        The task and the settings of the run.
+    """
+    if not samples or not numbers:
+        return {}
+    if len(numbers) == 1:
+        return {"accuracy": numbers[0] / samples}
+    if task.target == VALUES:
+        return metrics_of(numbers, samples, task.value_std)
+    if max(numbers) >= 1 << 53:  # the mask hides which client added the impossible numbers
+        return {}
+    exact = numbers[BinnedScores.count(task.num_classes) :]  # empty unless the task has labels
+    scores = BinnedScores.from_numbers(numbers[: len(numbers) - len(exact)], task.num_classes)
+    if not scores.is_consistent(task.target, samples) or any(count > samples for count in exact):
+        return {}
+    values = scores.values(task.target, positive_class(run, task.class_names), run.fixed_sensitivity)
+    return {**values, "accuracy": exact[0] / samples} if exact else values
 
 
 def spreads(sums: Mapping[str, Tally]) -> dict[str, Spread]:

@@ -64,7 +64,8 @@ def test_numbers_by_hand() -> None:
     assert len(first) == len(second) == layout.count
     sums, samples = layout.tallies([a + b for a, b in zip(first, second, strict=True)])
     assert sums == {
-        "train": Tally(2, 12, 9 * unit), "local": Tally(1, 4, unit, {"accuracy": 0.75}), "local-validation": Tally()
+        "train": Tally(2, 12, 9 * unit), "local": Tally(1, 4, unit, {"accuracy": 0.75}, (3,)),
+        "local-validation": Tally(numbers=(0,))
     } and samples == 36  # fmt: skip
     columns = spreads(sums)
     assert columns.keys() == {"train_loss", "local_accuracy", "local_loss"}

@@ -402,17 +402,6 @@ def test_folds_on_nodes_give_means_of_each_client(heart: dict[str, object], tmp_
     np.testing.assert_allclose(rows["served_auroc"], means)
 
 
-def test_folds_with_masks_give_means_of_sums(heart: dict[str, object], capsys: pytest.CaptureFixture[str]) -> None:
-    whole = posy.run(**{**heart, "run_name": "whole"}).summary["pooled"]["served"]
-    secret = {key: value for key, value in heart.items() if key != "save_predictions"}
-    masked = posy.run(**secret, secure_aggregation=True).summary
-    last = masked["served"]["last"]
-    assert (last["samples"], last["clients"], last["std"]) == (48, 2, None)
-    assert last["mean"] == pytest.approx(whole["metrics"]["accuracy"])
-    assert masked["metrics"]["served_log_loss"]["mean"] == pytest.approx(whole["metrics"]["log-loss"], abs=0.01)
-    assert "not available with secure-aggregation" in capsys.readouterr().out
-
-
 def test_each_file_of_predictions_is_read_once(heart: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Path] = []
 
