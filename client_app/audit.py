@@ -28,6 +28,7 @@ from posy.client_app.node_config import AUDIT, AUDIT_NAME
 from posy.flower import PING, ClientAppCallable, entries_of
 from posy.folding import unfolded
 from posy.paths import absolute
+from posy.strategies.run_settings import name_of
 from posy.words import one_line
 
 HEAD_SUFFIX = ".head"
@@ -430,10 +431,10 @@ def _settings_in(text: str) -> tuple[str, str]:
     if not text:
         return "", ""
     try:
-        name = json.loads(text).get("run-name", "")
+        name = name_of(json.loads(text))
     except (ValueError, AttributeError, RecursionError):
         name = ""
-    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest(), str(name)
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest(), name
 
 
 def _type_of(message: Message, config: Mapping[str, Any]) -> str:

@@ -29,6 +29,7 @@ from posy.signals import interruptible
 from posy.storage import DamagedFileError
 from posy.strategies.methods import METHODS, REFERENCES
 from posy.strategies.registry import declared, groups, merge_experiment, parse_words, read_settings, setting_of
+from posy.strategies.settings import folder_name
 from posy.yaml12 import dump
 
 UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
@@ -129,12 +130,17 @@ def run(
     if merged.notice:
         print(f"posy: {merged.notice}", file=sys.stderr)
     config = merged.values
+    checked = None
     if not config.get("resume"):  # the other settings of a resumed run are on the SuperLink's machine
-        read_settings(config, COMMAND_LINE, sources=merged.sources)
+        checked = read_settings(config, COMMAND_LINE, sources=merged.sources)
     endpoint = connection(superlink, root_certificates, insecure)
-    from posy.commands.deploy.control import run_on_superlink  # noqa: PLC0415 - imports Flower
+    from posy.commands.deploy import control  # noqa: PLC0415 - imports Flower
 
-    return run_on_superlink(config, endpoint, verbose=verbose)
+    if checked and checked.data.dataset == SITES and checked.data.folds and not checked.data.fold:
+        typed = [word for word in words if not word.startswith("run-name=")]
+        folds = control.Folds(folder_name(checked, f"folds{checked.data.folds}"), checked.data.folds, typed)
+        return control.run_folds_on_superlink(config, folds, endpoint, verbose=verbose)
+    return control.run_on_superlink(config, endpoint, verbose=verbose)
 
 
 @app.command()

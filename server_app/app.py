@@ -25,6 +25,7 @@ from posy.server_app.central import central_test_of
 from posy.server_app.checkpoints import resumption
 from posy.server_app.delivery import PollingGrid
 from posy.server_app.federation import Federation
+from posy.server_app.fold_runs import FoldRun
 from posy.server_app.folds import CrossValidation, cross_validation, interrupted
 from posy.server_app.grids import WaveGrid
 from posy.server_app.in_process import InProcessGrid
@@ -104,10 +105,16 @@ def run(
     if (resumed := interrupted(user_settings, where)) is not None:
         changes = {key: value for key, value in user_settings.items() if key not in ("resume", "output-dir")}
         return _cross_validate(grid, {"experiment": str(resumed / CONFIG), **changes}, where, begun, status, resumed)
+    fold_run = None
     if not user_settings.get("resume"):
-        data = read_settings(user_settings, where).data
-        if data.folds and not data.fold:
+        settings = read_settings(user_settings, where)
+        if settings.data.folds and not settings.data.fold:
             return _cross_validate(grid, user_settings, where, begun, status)
+        if settings.run.part_of:
+            fold_run = FoldRun(settings, Path(settings.run.output_dir) / settings.run.part_of)
+            if (state := fold_run.claim()) == "completed":
+                return fold_run.update(trained=False)
+            user_settings = {**user_settings, **(fold_run.resume() if state == "interrupted" else {})}
     with named_sources(user_settings, where):
         stored = StoredRun.find(user_settings, where)
     stored_settings = stored.settings if stored else None
@@ -116,7 +123,11 @@ def run(
         log(WARNING, "%s", notice)
     if grid is None and settings.train.client_bounds:
         log(WARNING, "client-bounds has no effect: only nodes have node configs; use client-settings in this run")
-    with named_sources(user_settings, where, stored_settings):
+    if settings.run.part_of and fold_run is None and stored is not None:
+        fold_run = FoldRun(settings, stored.path.parent)
+    with ExitStack() as stack, named_sources(user_settings, where, stored_settings):
+        if fold_run is not None:
+            stack.callback(fold_run.update)
         return _run(grid, settings, stored, begun, status)
 
 
@@ -132,8 +143,9 @@ def _cross_validate(
     settings = read_settings(user_settings, where)
     if settings.data.dataset == SITES:
         raise SettingsError(
-            f"folds = {settings.data.folds}: a site accepts only one split per run; submit a run for each fold, with "
-            f"fold = 1 to fold = {settings.data.folds}"
+            f"folds = {settings.data.folds}: a site accepts only one split per run; `posy run --superlink HOST:PORT "
+            f"folds={settings.data.folds}` submits a run for each fold; with `flwr run`, submit them with part-of = "
+            f"'NAME' and fold = 1 to fold = {settings.data.folds}"
         )
 
     def train(changes: Mapping[str, Any]) -> Recorder:

@@ -3,7 +3,6 @@
 import csv
 import shutil
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -14,6 +13,7 @@ from typing import Any
 
 from flwr.common.logger import log
 
+from posy.data.task import Task
 from posy.extensions import key_prefix
 from posy.metrics import column_of
 from posy.paths import absolute
@@ -27,7 +27,7 @@ from posy.server_app.results import RunDirectory, Status
 from posy.server_app.resume import CONFIG, checkpoint_rounds, read_summary
 from posy.settings import SettingsError
 from posy.spread import spread
-from posy.strategies.columns import POINTS
+from posy.strategies.columns import POINTS, Columns
 from posy.strategies.registry import with_experiment
 from posy.strategies.run_settings import RunSettings
 from posy.strategies.settings import Settings
@@ -50,8 +50,8 @@ class CrossValidation:
     settings: Settings
     directory: RunDirectory
     summary: dict[str, Any] = field(default_factory=dict)
-    _started: float = field(default_factory=time.perf_counter)
-    _recorder: Recorder | None = None
+    _task: Task | None = None
+    """The task, which is known once a fold has been trained."""
 
     def run(self, train: Train) -> None:
         """Train the folds that have not finished, and write the summary of all folds.
@@ -67,7 +67,7 @@ class CrossValidation:
             status = "stopped"
             raise
         finally:
-            self._write_summary(status)
+            self.summarise(status, self._task)
             self.directory.release()
         print(results_table(self.summary, self.directory.path), flush=True)
 
@@ -76,7 +76,7 @@ class CrossValidation:
         return Record(self.directory.path)
 
     def _folder(self, fold: int) -> Path:
-        return self.directory.path / f"fold-{fold}"
+        return fold_directory(self.directory.path, fold)
 
     def _train(self, fold: int, train: Train) -> None:
         path = self._folder(fold)
@@ -90,10 +90,13 @@ class CrossValidation:
             shutil.rmtree(path, ignore_errors=True)
             keeps_predictions = not self.settings.run.secure_aggregation
             changes |= {"fold": fold, "run-name": path.name, "save-predictions": keeps_predictions}
-        self._recorder = train(changes)
+        self._task = train(changes).workspace.task
 
-    def _write_summary(self, status: Status) -> None:
-        """Write ``summary.json`` and ``clients.csv``, whose scores cover the test samples of all finished folds."""
+    def summarise(self, status: Status, task: Task | None) -> None:
+        """Write ``summary.json`` and ``clients.csv``, whose scores cover the test samples of all finished folds.
+
+        Without a ``task``, the summary has no scores.
+        """
         settings, run = self.settings, self.settings.run
         folds = range(1, settings.data.folds + 1)
         finished = {fold: s for fold in folds if (s := read_summary(self._folder(fold))).get("status") == "completed"}
@@ -118,29 +121,27 @@ class CrossValidation:
         for each in finished.values():
             summary |= {key: each[key] for key in ("metric", "sites") if key in each}
         notices = _shared_notices([*finished.values()])
-        if self._recorder is not None and "metric" in summary:
-            summary |= self._scores(self._recorder, finished, summary)
+        if task is not None and "metric" in summary:
+            summary |= self._scores(task, finished, summary)
         if notices := [*dict.fromkeys([*notices, *summary.get("notices", ())])]:
             summary["notices"] = notices
         self.summary = self.directory.write_summary(summary)
 
-    def _scores(
-        self, recorder: Recorder, finished: Mapping[int, dict[str, Any]], summary: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def _scores(self, task: Task, finished: Mapping[int, dict[str, Any]], summary: Mapping[str, Any]) -> dict[str, Any]:
         """Return the scores over the finished folds, given the summary of each fold.
 
         They are the scores over each client's out-of-fold predictions, and over the predictions of all clients. If the
         predictions stay on the nodes, the scores are means over the folds.
         """
-        run, columns, rounds = self.settings.run, recorder.columns, summary["rounds"]
+        run, columns, rounds = self.settings.run, Columns.of(self.settings, task), summary["rounds"]
         if run.secure_aggregation:
-            return self._of_sums(recorder, finished, rounds)
+            return self._of_sums(task, finished, rounds)
         folders = [self._folder(fold) / "predictions" for fold in finished]
         has_predictions = any(folder.is_dir() for folder in folders)
         names = (columns.metric.name, *columns.other_metrics)
         scores: dict[str, Any] = {}
         if has_predictions:
-            rows, scores = self._out_of_fold(recorder, folders, names)
+            rows, scores = self._out_of_fold(task, folders, names)
         else:
             last = {self._folder(fold): each["rounds"] for fold, each in finished.items()}
             rows = _client_means(last, [column_of(at, name) for at in POINTS for name in names])
@@ -153,7 +154,7 @@ class CrossValidation:
             )
             for column in (column_of(at, name) for at in POINTS for name in names)
         }
-        self.directory.columns = recorder.directory.columns
+        self.directory.columns = columns.of_clients(chosen_settings=bool(self.settings.train.client_bounds))
         self.directory.grown["clients.csv"] = []
         (self.directory.path / "clients.csv").unlink(missing_ok=True)
         self.directory.append_clients({"round": rounds, "partition": c, **row} for c, row in rows.items())
@@ -166,12 +167,12 @@ class CrossValidation:
         reported = {column: over for column, over in over_clients.items() if over}
         return {**scores, "metrics": {"round": rounds, **reported}}
 
-    def _of_sums(self, recorder: Recorder, finished: Mapping[int, dict[str, Any]], rounds: int) -> dict[str, Any]:
+    def _of_sums(self, task: Task, finished: Mapping[int, dict[str, Any]], rounds: int) -> dict[str, Any]:
         """Return the scores over all test samples of the finished folds, from the masked sums of each fold.
 
         If the sums cannot be added, the scores are means over the folds.
         """
-        task, metric, at = recorder.workspace.task, recorder.columns.metric, self.settings.method.point
+        metric, at = Columns.of(self.settings, task).metric, self.settings.method.point
         tallies = add_sums(map(self._folder, finished), task, self.settings.run)
         scores = _means_of_sums(finished.values())
         has_means = any(point in scores and point not in tallies for point in POINTS)
@@ -195,10 +196,10 @@ class CrossValidation:
         }
 
     def _out_of_fold(
-        self, recorder: Recorder, folders: Sequence[Path], names: Sequence[str]
+        self, task: Task, folders: Sequence[Path], names: Sequence[str]
     ) -> tuple[dict[int, dict[str, Any]], dict[str, Any]]:
         """Return the row of each client with its metrics, and the entries for the summary about all samples."""
-        run, task, point = self.settings.run, recorder.workspace.task, self.settings.method.point
+        run, point = self.settings.run, self.settings.method.point
         rows: dict[int, dict[str, Any]] = {}
         parts: dict[str, list[Predictions]] = {at: [] for at in POINTS}
         for client in range(self.settings.data.num_clients):
@@ -211,7 +212,7 @@ class CrossValidation:
                 row = rows.setdefault(client, {"n_test": len(predictions.y)})
                 row |= {column_of(at, name): value for name, value in values.items()}
         pooled = pooled_scores({at: joined(parts[at], task, run) for at in POINTS}, task, run, point)
-        notice = majority_notice(pooled, task.class_names, recorder.columns.metric, point)
+        notice = majority_notice(pooled, task.class_names, Columns.of(self.settings, task).metric, point)
         return rows, {"pooled": pooled, **({"notices": [notice]} if notice else {})}
 
 
@@ -317,7 +318,17 @@ def cross_validation(settings: Settings, resumed: Path | None) -> CrossValidatio
         if read_summary(resumed).get("status") == "completed":
             raise SettingsError(f"resume = {resumed.name!r}: all folds are complete")
         directory = RunDirectory(resumed, "")
-    for folder in (directory.models, directory.figures):  # each fold has its own models and figures
+    without_folders(directory)
+    return CrossValidation(settings, directory)
+
+
+def fold_directory(directory: Path, fold: int) -> Path:
+    """Return the folder of a fold in the directory of a cross-validation."""
+    return directory / f"fold-{fold}"
+
+
+def without_folders(directory: RunDirectory) -> None:
+    """Remove the empty folders for models and figures, because each fold has its own models and figures."""
+    for folder in (directory.models, directory.figures):
         with suppress(OSError):
             folder.rmdir()
-    return CrossValidation(settings, directory)

@@ -44,7 +44,7 @@ from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.columns import POINTS, Columns, newcomer_scores
 from posy.strategies.replies import LIMITED, RoundRecord
 from posy.strategies.server_state import state_of
-from posy.strategies.settings import Settings
+from posy.strategies.settings import Settings, folder_name
 
 NOT_AVAILABLE = "not available: with secure-aggregation, the server knows only sums over the clients"
 """The entry ``client-scores`` in a summary under secure aggregation."""
@@ -55,10 +55,14 @@ MEMORY_SECONDS = 5.0
 
 
 def new_directory(settings: Settings, suffix: str) -> RunDirectory:
-    """Create the directory of a run, named by ``run-name`` or by method, data set, ``suffix`` and time."""
-    dataset, timestamp = Path(settings.data.dataset).name, time.strftime("%Y%m%d-%H%M%S")
-    name = settings.run.run_name or f"{key_prefix(settings.run.method)}-{dataset}-{suffix}-{timestamp}"
-    return RunDirectory.create(Path(settings.run.output_dir), name)
+    """Create the directory of a run, named by ``run-name`` or by method, data set, ``suffix`` and time.
+
+    The run of a fold with ``part-of`` uses the folder ``fold-K`` of its cross-validation.
+    """
+    if settings.run.part_of:
+        folder = Path(settings.run.output_dir) / settings.run.part_of
+        return RunDirectory.create(folder, f"fold-{settings.data.fold}", exact=True)
+    return RunDirectory.create(Path(settings.run.output_dir), folder_name(settings, suffix))
 
 
 class Recorder:
@@ -299,7 +303,9 @@ class Recorder:
         """
         states = self.strategy.exchange.states
         states.attempt = len(self._resumed)
-        states.folders["run"] = f"{self.directory.path.name}-{self.directory.id}"
+        path = self.directory.path
+        name = f"{path.parent.name}-{path.name}" if self.settings.run.part_of else path.name
+        states.folders["run"] = f"{name}-{self.directory.id}"
         run = self.settings.run
         if run.save_predictions or (shares_files and not run.secure_aggregation):
             self.strategy.exchange.predictions_folder = self.directory.predictions

@@ -54,10 +54,11 @@ class RunDirectory:
         self.figures.mkdir(exist_ok=True)
 
     @classmethod
-    def create(cls, output_dir: Path, run_name: str) -> Self:
+    def create(cls, output_dir: Path, run_name: str, *, exact: bool = False) -> Self:
         """Create a new run's directory, and ``output_dir`` if necessary; append -2, -3, … if the name is taken.
 
-        Raise :class:`SettingsError` if the name is not a valid folder name, or the directory cannot be created.
+        Raise :class:`SettingsError` if the name is not a valid folder name, or the directory cannot be created. With
+        ``exact``, a taken name is also an error.
         """
         if not is_folder_name(run_name):
             raise SettingsError(
@@ -68,7 +69,7 @@ class RunDirectory:
             output_dir.mkdir(parents=True, exist_ok=True)
             for number in count(1):
                 path = output_dir.absolute() / (run_name if number == 1 else f"{run_name}-{number}")
-                with suppress(FileExistsError):
+                with suppress(*([] if exact else [FileExistsError])):
                     path.mkdir()  # if two runs start at once, only one of them creates the directory
                     break
             return cls(path, secrets.token_hex(4))

@@ -90,27 +90,38 @@ class StoredRun:
 
     def check(self, settings: Settings) -> dict[str, Any]:
         """Return the settings that have changed, or raise :class:`SettingsError` if one of them may not change."""
-        new_settings = settings.as_config()
-        declared = declared_for(new_settings)
-        run_settings = {key: setting.before for key, setting in declared.items()} | dict(self.settings)
-        changed = {k: value for k, value in new_settings.items() if not declared[k].once and value != run_settings[k]}
-        rounds_are_fixed = settings.train.lr_schedule == "cosine" or settings.run.full_last_round
-        rounds_are_fixed |= settings.method.follows_number_of_rounds or settings.train.dp != OFF
-        rounds_note = (
-            " (not num-server-rounds, because the method, the schedule, full-last-round or the noise depends on it)"
-        )
-        refusals = [
-            f"{key} = {value!r}, but the run has {run_settings[key]!r}"
-            for key, value in sorted(changed.items())
-            if not declared[key].resumable or (rounds_are_fixed and key == "num-server-rounds")
-        ]
+        changed, refusals = refused_changes(self.settings, settings)
         if refusals:
+            declared = declared_for(settings.as_config())
+            rounds_note = (
+                " (not num-server-rounds, because the method, the schedule, full-last-round or the noise depends on it)"
+            )
             raise SettingsError(
                 f"resume = {self.path.name!r}: {'; '.join(refusals)}. It would be a different run; only these settings "
                 f"may change: {', '.join(sorted(key for key, setting in declared.items() if setting.resumable))}"
-                + (rounds_note if rounds_are_fixed else "")
+                + (rounds_note if _fixes_rounds(settings) else "")
             )
         return changed
+
+
+def refused_changes(run_settings: Mapping[str, Any], settings: Settings) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings that differ from a stored run's settings, and a text for each one that may not change."""
+    new_settings = settings.as_config()
+    declared = declared_for(new_settings)
+    run_settings = {key: setting.before for key, setting in declared.items()} | dict(run_settings)
+    changed = {k: value for k, value in new_settings.items() if not declared[k].once and value != run_settings[k]}
+    refusals = [
+        f"{key} = {value!r}, but the run has {run_settings[key]!r}"
+        for key, value in sorted(changed.items())
+        if not declared[key].resumable or (_fixes_rounds(settings) and key == "num-server-rounds")
+    ]
+    return changed, refusals
+
+
+def _fixes_rounds(settings: Settings) -> bool:
+    """Return whether results of the run's rounds depend on the total number of rounds."""
+    depends = settings.train.lr_schedule == "cosine" or settings.run.full_last_round
+    return depends or settings.method.follows_number_of_rounds or settings.train.dp != OFF
 
 
 def checkpoint_rounds(run: Path) -> list[int]:

@@ -1,8 +1,9 @@
 """The shared settings of a run and of local training."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from posy.metrics import CLASSES, DEFAULTS, LABELS, METRICS, VALUES, Metric, metrics_for
 from posy.models.catalogue import MODELS, PRETRAINED
@@ -455,8 +456,17 @@ class RunSettings:
     run_name: str = setting(
         "",
         "name of the run's folder; empty: method, data set, seed and time",
+        needs='part-of = ""',
         affects_results=False,
         synonyms=("name",),
+    )
+    part_of: str = setting(
+        "",
+        "sites: name of a cross-validation, a folder in output-dir; this run writes its results into the folder "
+        "`fold-K` of it, and updates the summary of all finished folds; an interrupted fold resumes",
+        needs="fold > 0 and dataset = sites",
+        affects_results=False,
+        synonyms=("cross-validation-name", "cv-name"),
     )
     save_models: bool = setting(True, "write the server's state and the personal models as safetensors", resumable=True)
     min_clients: int = setting(
@@ -520,6 +530,13 @@ class RunSettings:
             )
         if self.system_accuracy == "on" and not self.save_models:
             raise SettingsError("system-accuracy = 'on' needs save-models = true: the stored models answer the queries")
+
+
+def name_of(config: Mapping[str, Any]) -> str:
+    """Return the name of a run in its settings, such as ``heart/fold-2`` for a fold; empty if Posy chooses the name."""
+    if config.get("part-of"):
+        return f"{config['part-of']}/fold-{config.get('fold')}"
+    return str(config.get("run-name") or "")
 
 
 def metric_of(run: RunSettings, target: str, size: int) -> Metric:

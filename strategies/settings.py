@@ -1,7 +1,9 @@
 """The settings of a run and the base class of a method's settings, from which server and clients build the network."""
 
 import json
+import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, dataclass_transform
 
 from posy.data.settings import DataSettings
@@ -235,3 +237,9 @@ class Settings:
     def to_json(self) -> str:
         """Return the settings as one line of JSON, to be sent to the clients."""
         return json.dumps(self.as_config())
+
+
+def folder_name(settings: Settings, suffix: str) -> str:
+    """Return the name of a new run's folder: ``run-name``, or method, data set, ``suffix`` and time."""
+    dataset, timestamp = Path(settings.data.dataset).name, time.strftime("%Y%m%d-%H%M%S")
+    return settings.run.run_name or f"{key_prefix(settings.run.method)}-{dataset}-{suffix}-{timestamp}"

@@ -416,11 +416,6 @@ def test_each_file_of_predictions_is_read_once(heart: dict[str, object], monkeyp
     assert folds_read == 12 and len(summarised) == 2 * folds_read  # by the fold, and by the summary of all folds
 
 
-def test_a_site_refuses_a_run_over_all_folds() -> None:
-    with pytest.raises(SettingsError, match="folds = 3: a site accepts only one split per run"):
-        run(None, {"dataset": "sites", "folds": 3})
-
-
 def test_a_table_has_a_run_for_each_fold(heart: dict[str, object], tmp_path: Path) -> None:
     settings = {key.replace("_", "-"): value for key, value in heart.items() if key not in ("run_name", "method")}
     rows = [{"name": name, "settings": {"method": name}} for name in ("fedavg", "local")]

@@ -7,16 +7,17 @@ registered nodes nor the settings of a run.
 import hashlib
 import math
 import os
+import shlex
 import ssl
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -32,7 +33,7 @@ from posy.deploy.flower_internals import (
     to_config,
 )
 from posy.settings import LaunchError, Scalar, SettingsError
-from posy.strategies.run_settings import RunSettings
+from posy.strategies.run_settings import RunSettings, name_of
 
 OUTAGE_SECONDS = 600.0
 """Seconds for which a SuperLink may be unreachable while Posy follows a run. Runs can survive such an outage."""
@@ -61,7 +62,7 @@ class Run:
     @property
     def name(self) -> str:
         """Name of the results folder; empty if the submitted settings do not contain it."""
-        return str(self.config.get("run-name") or self.config.get("resume") or "")
+        return name_of(self.config) or str(self.config.get("resume") or "")
 
     @property
     def method(self) -> str:
@@ -73,6 +74,17 @@ class Run:
     def ended(self) -> bool:
         """Whether the run has ended."""
         return self.status in ("completed", "failed", "stopped")
+
+
+class Folds(NamedTuple):
+    """A cross-validation in which each fold is a run."""
+
+    name: str
+    """Name of the directory that contains the folders of all folds."""
+    total: int
+    """Number of folds."""
+    words: Sequence[str]
+    """The command line's settings without ``run-name``, for the command that continues the cross-validation."""
 
 
 class Control:
@@ -253,16 +265,10 @@ def run_on_superlink(settings: Mapping[str, Scalar], superlink: Connection, *, v
     """
     log = RunLog(verbose)
     with control(superlink) as api:
-        number = api.submit(settings)
-        try:
-            run = api.follow(number, log.add)
-            status, outcome = _exit_status(run, log), run.status
-        except KeyboardInterrupt:
-            log.end()
-            print("\nposy: stopping the run", file=sys.stderr)
-            api.stop(number)
-            status, outcome = INTERRUPTED, "stopped"
-    if status:  # read the progress from the log, because the checkpoints are on the SuperLink's machine
+        status, outcome = _run_to_end(api, settings, log)
+    if status and settings.get("part-of"):
+        print(f"posy: {outcome}; repeat the command to continue with this fold", file=sys.stderr)
+    elif status:  # read the progress from the log, because the checkpoints are on the SuperLink's machine
         if log.rounds or (log.results and settings.get("resume")):
             folder = [f"output-dir={settings['output-dir']}"] if "output-dir" in settings else []
             position = f" after round {log.rounds}" if log.rounds else ""
@@ -271,6 +277,45 @@ def run_on_superlink(settings: Mapping[str, Scalar], superlink: Connection, *, v
         elif status == INTERRUPTED:
             print("posy: stopped before the first round ended; start a new run", file=sys.stderr)
     return status
+
+
+def run_folds_on_superlink(
+    settings: Mapping[str, Scalar], folds: Folds, superlink: Connection, *, verbose: bool = False
+) -> int:
+    """Submit a run for each fold of a cross-validation, one after the other, and return the exit status.
+
+    The function stops at the first run that fails. The ServerApp of each run updates the summary, and skips a fold that
+    has finished before. Raises the same errors as :func:`control`.
+    """
+    settings = {key: value for key, value in settings.items() if key != "run-name"}
+    status, outcome, fold = 1, "failed", 1
+    try:
+        with control(superlink) as api:
+            for fold in range(1, folds.total + 1):
+                status, outcome = 1, "failed"  # unless the run ends otherwise; the SuperLink may be lost
+                print(f"posy: fold {fold} of {folds.total} of {folds.name}", flush=True)
+                of_fold: dict[str, Scalar] = {"part-of": folds.name, "fold": fold}
+                status, outcome = _run_to_end(api, {**settings, **of_fold}, RunLog(verbose))
+                if status:
+                    break
+    finally:
+        if status:
+            command = shlex.join(["posy", "run", *superlink.words(), *folds.words, f"run-name={folds.name}"])
+            print(f"posy: {outcome} in fold {fold} of {folds.total}; continue with: {command}", file=sys.stderr)
+    return status
+
+
+def _run_to_end(api: Control, settings: Mapping[str, Scalar], log: RunLog) -> tuple[int, str]:
+    """Submit and follow a run, and return the exit status and the run's status; Ctrl-C stops the run."""
+    number = api.submit(settings)
+    try:
+        run = api.follow(number, log.add)
+    except KeyboardInterrupt:
+        log.end()
+        print("\nposy: stopping the run", file=sys.stderr)
+        api.stop(number)
+        return INTERRUPTED, "stopped"
+    return _exit_status(run, log), run.status
 
 
 def show_run(superlink: Connection, word: str, *, verbose: bool = False, nodes: bool = False) -> int:
