@@ -318,6 +318,53 @@ def route(
 
 
 @app.command(
+    name="serve",
+    epilog="""\b
+examples:
+  posy serve my-run                                     on this machine: REST on port 8080, gRPC on port 8081
+  posy serve my-run --host 0.0.0.0 --certificate server.pem --certificate-key server.key --tokens tokens.txt
+  curl localhost:8080/v2/models/client-3/infer -d @query.json""",
+)
+def serve_models(
+    run: Run,
+    host: Annotated[str, typer.Option(help="Address on which the service listens.")] = "127.0.0.1",
+    http_port: Annotated[int, typer.Option(min=0, max=65535, help="Port for REST; 0: any free port.")] = 8080,
+    grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="Port for gRPC; 0: any free port.")] = 8081,
+    certificate: Annotated[Path | None, typer.Option(metavar="FILE", help="Certificate of the service (PEM).")] = None,
+    certificate_key: Annotated[Path | None, typer.Option(metavar="FILE", help="Key of the certificate (PEM).")] = None,
+    client_ca: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Require clients' certificates that this authority has signed.")
+    ] = None,
+    tokens: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Require one of the tokens in this file, one per line.")
+    ] = None,
+    max_megabytes: Annotated[float, typer.Option(min=0.001, help="Maximum size of a request.")] = 64,
+    rate: Annotated[float, typer.Option(min=0, help="Maximum requests per second from one address; 0: any.")] = 0,
+    concurrency: Annotated[int, typer.Option(min=1, help="Maximum number of requests in progress.")] = 1024,
+    reload: Annotated[float, typer.Option(min=0, help="Seconds between checks for newer models; 0: never.")] = 10,
+    drain: Annotated[float, typer.Option(min=0, help="Seconds for which the service still answers at its end.")] = 0,
+) -> int:
+    """Serve the models of a run over REST and gRPC.
+
+    RUN is the same as for `posy predict`. The service speaks the Open Inference Protocol (KServe V2). It offers the
+    model of each client, and combinations of these models: `served`, `router`, `ensemble`, `majority-vote` and
+    `confidence`, as far as the method has them. Without a certificate, and a token or a clients' authority, only this
+    machine can call the service.
+    """
+    try:
+        from posy.commands.serve import read_tokens, serve  # noqa: PLC0415 - imports PyTorch
+        from posy.serve.limits import Limits  # noqa: PLC0415
+        from posy.serve.server import Credentials, Options  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise SettingsError(f"`posy serve` needs {error.name}; run pip install -e '.[serve]'") from error
+    valid_tokens = read_tokens(tokens) if tokens else []
+    credentials = Credentials(certificate, certificate_key, client_ca, valid_tokens)
+    limits = Limits(int(max_megabytes * 1e6), rate, concurrency)
+    serve(run, Options(host, http_port, grpc_port, credentials, limits, reload, drain))
+    return 0
+
+
+@app.command(
     epilog="""\b
 examples:
   posy report runs/a

@@ -41,6 +41,11 @@ class EncodedColumn:
     other: bool = False  # whether rare and unseen categories have a column
 
     @property
+    def is_used(self) -> bool:
+        """Whether the encoded table contains the column."""
+        return self.mean is not None or bool(self.categories)
+
+    @property
     def names(self) -> list[str]:
         """The names of the columns in the encoded table."""
         names = [self.name] if self.mean is not None else [f"{self.name}={category}" for category in self.categories]
@@ -89,19 +94,19 @@ class Encoder:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the encoded columns, in order."""
-        return tuple(name for column in self.columns if _is_used(column) for name in column.names)
+        return tuple(name for column in self.columns if column.is_used for name in column.names)
 
     @property
     def is_number(self) -> np.ndarray:
         """Whether each encoded column contains numbers, bool ``(F,)``; the others are one-hot and are not scaled."""
         return np.array(
-            [c.mean is not None and k == 0 for c in self.columns if _is_used(c) for k in range(len(c.names))], bool
+            [c.mean is not None and k == 0 for c in self.columns if c.is_used for k in range(len(c.names))], bool
         )
 
     @property
     def categorical(self) -> tuple[str, ...]:
         """The names of the categorical columns."""
-        return tuple(column.name for column in self.columns if column.mean is None and _is_used(column))
+        return tuple(column.name for column in self.columns if column.mean is None and column.is_used)
 
     def encode(self, x: np.ndarray, categories: Categories, where: str) -> np.ndarray:
         """Return encoded samples, float64 ``(N, F)``.
@@ -123,7 +128,7 @@ class Encoder:
         """
         parts: list[np.ndarray] = []
         for number, column in enumerate(self.columns):
-            if _is_used(column):
+            if column.is_used:
                 names = categories[number] if categories else None
                 parts += column.encode(x[:, number].astype(np.float64), names, where)
         return np.column_stack(parts)
@@ -145,7 +150,7 @@ class Encoder:
                 for entry, names in zip(entries, lists, strict=True)
             ]
             valid = all(type(names) is list for names in lists) and all(map(_is_valid, columns))
-            valid = valid and any(map(_is_used, columns))
+            valid = valid and any(column.is_used for column in columns)
             encoder = cls(tuple(columns))
             valid = valid and len(set(encoder.inputs)) == len(columns) and len(set(encoder.names)) == len(encoder.names)
         except (ValueError, TypeError, AttributeError, RecursionError):
@@ -171,10 +176,6 @@ def missing_value(text: str, column: str, count: int) -> DataError:
         column,
         count,
     )
-
-
-def _is_used(column: EncodedColumn) -> bool:
-    return column.mean is not None or bool(column.categories)
 
 
 def _is_valid(column: EncodedColumn) -> bool:
@@ -329,7 +330,7 @@ def make_encoder(columns: Sequence[str], facts: Sequence[TableFacts], total: Mom
             encoded.append(EncodedColumn(name, float(total.mean[number]), imputes, (), missing))
         else:
             encoded.append(EncodedColumn(name))
-    if not any(map(_is_used, encoded)):
+    if not any(column.is_used for column in encoded):
         raise SettingsError("no column of the tables has enough values for a feature; set input-columns")
     return Encoder(tuple(encoded))
 
@@ -348,5 +349,5 @@ def scale_of(encoder: Encoder, total: Moments) -> tuple[np.ndarray, np.ndarray]:
 
 def encoder_notes(encoder: Encoder) -> list[str]:
     """Return notes on the columns that the encoder does not use."""
-    unused = [column.name for column in encoder.columns if not _is_used(column)]
+    unused = [column.name for column in encoder.columns if not column.is_used]
     return [f"columns without enough values or frequent categories are not used: {', '.join(unused)}"] if unused else []

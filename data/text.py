@@ -55,6 +55,28 @@ def hashed(texts: Iterable[str], length: int, vocabulary: int) -> np.ndarray:
     return _padded(lines, length, lambda word: 2 + zlib.crc32(word.encode()) % (vocabulary - 2))
 
 
+def describe_tokens(length: int, vocabulary: int, has_words: bool | None) -> str:
+    """Describe the tokens of a network's input, so that other programs can compute them.
+
+    Parameters
+    ----------
+    length, vocabulary : int
+        The number of tokens in a text, and the number of different tokens.
+    has_words : bool or None
+        Whether the words have a vocabulary. If it is false, their tokens are hashes. If it is None, the samples are
+        tokens.
+    """
+    if has_words is None:
+        return f"tokens from 1 to {vocabulary - 1}, padded with {PADDING} at the end"
+    token = f"{UNKNOWN} + its position in `words`, counted from 1, or {UNKNOWN} if `words` does not contain it"
+    if not has_words:
+        token = f"2 + crc32(word in UTF-8) mod {vocabulary - 2}"
+    return (
+        f"tokens of the first {length} words of a text in lower case, padded with {PADDING} at the end; a word matches "
+        f"{_WORD.pattern}; its token is {token}; a text without words consists of the token {UNKNOWN}"
+    )
+
+
 def _numbers(words: Iterable[str]) -> Callable[[str], int]:
     return defaultdict(lambda: UNKNOWN, {word: token for token, word in enumerate(words, UNKNOWN + 1)}).__getitem__
 

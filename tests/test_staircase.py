@@ -14,7 +14,7 @@ from posy.strategies.methods import METHODS
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     *("posy", "data", "models", "strategies", "client_app", "server_app"),
-    *("deploy", "report", "commands", "benchmarks"),
+    *("deploy", "report", "serve", "commands", "benchmarks"),
 )
 """The packages, lowest layer first."""
 ENTRY_POINTS = ("posy/__init__.py", "posy/__main__.py", "posy/method.py", "posy/serverapp.py", "posy/clientapp.py")
@@ -121,7 +121,9 @@ def test_imported_and_declared_dependencies_match() -> None:
     used = {d.lower().replace("_", "-") for name in names for d in distributions.get(name, ())} - {"posy"}
     text = (ROOT / "requirements.txt").read_text(encoding="utf-8")
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    lines = [line.split("#")[0].strip() for line in (*text.splitlines(), *extra["compare"], "ray")]  # flwr[simulation]
+    lines = [
+        line.split("#")[0].strip() for line in (*text.splitlines(), *extra["compare"], *extra["serve"], "ray")
+    ]  # flwr[simulation]
     declared = {line.split(">")[0].split("<")[0].split("=")[0].split("[")[0].strip().lower() for line in lines if line}
     assert used - declared - TRACKERS - ACCOUNTANTS == set()
     assert declared - used <= NOT_IMPORTED  # see requirements.txt

@@ -1,0 +1,55 @@
+"""`posy serve`: offer the models of a run as a service."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+
+from posy.serve.endpoints import Endpoint
+from posy.serve.run_models import load_endpoints
+from posy.serve.server import ModelServer, Options
+from posy.server_app.record import Record
+from posy.settings import SettingsError
+
+
+def serve(run: str, options: Options) -> None:
+    """Serve the models of a run until SIGINT or SIGTERM arrives; see :func:`serving`."""
+    asyncio.run(serving(run, options).run())
+
+
+def serving(run: str, options: Options) -> ModelServer:
+    """Return the service of a run's models.
+
+    Raises
+    ------
+    SettingsError
+        If the run has no models, or an option is not valid.
+    DamagedFileError
+        If a model cannot be read.
+    """
+
+    def load() -> Mapping[str, Endpoint]:
+        return load_endpoints(Record.find(run))
+
+    def signature() -> object:
+        files = sorted(Record.find(run).models.glob("*.safetensors"))
+        states = [(path, path.stat()) for path in files]
+        return [(str(path), state.st_mtime_ns, state.st_size) for path, state in states]
+
+    return ModelServer(load, signature, options)
+
+
+def read_tokens(path: Path) -> list[str]:
+    """Return the tokens in a file with one token per line, which only its owner may read.
+
+    Raise :class:`SettingsError` if the file has no tokens, or if other users may read it.
+    """
+    try:
+        if path.stat().st_mode & 0o077:
+            raise SettingsError(f"--tokens {path}: other users may read the file; run `chmod 600 {path}`")
+        tokens = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--tokens {path}: the file cannot be read ({error})") from error
+    tokens = [token for token in tokens if token and not token.startswith("#")]
+    if not tokens:
+        raise SettingsError(f"--tokens {path}: the file has no token; write one token per line")
+    return tokens

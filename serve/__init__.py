@@ -1,0 +1,1 @@
+"""Serve the models of a run with the Open Inference Protocol."""

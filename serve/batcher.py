@@ -1,0 +1,109 @@
+"""Answer waiting requests together, because a model needs little more time for many samples than for one."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from typing import NamedTuple
+
+from posy.serve.tensors import Array, OverloadedError, UnavailableError
+
+Outputs = dict[str, Array]
+Predict = Callable[[Sequence[Mapping[str, Array]]], list[Outputs | Exception]]
+
+
+class _Waiting(NamedTuple):
+    inputs: Mapping[str, Array]
+    samples: int
+    answer: "asyncio.Future[Outputs]"
+
+
+class Batcher:
+    """The queue of one model.
+
+    While the model is busy, requests wait. When it is free, it takes all waiting requests up to ``max_samples``. A
+    single caller therefore never waits for others, and the batches grow with the load.
+
+    Parameters
+    ----------
+    predict : callable
+        Answers several requests, and returns the outputs or the exception for each.
+    executor : concurrent.futures.Executor
+        Runs ``predict``.
+    max_samples : int
+        Maximum number of samples in a batch. A larger request is a separate batch.
+    max_waiting : int
+        Maximum number of requests in the queue.
+    """
+
+    def __init__(self, predict: Predict, executor: Executor, max_samples: int = 256, max_waiting: int = 2048) -> None:
+        self._predict, self._executor = predict, executor
+        self._max_samples, self._max_waiting = max_samples, max_waiting
+        self._queue: deque[_Waiting] = deque()
+        self._worker: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def submit(self, inputs: Mapping[str, Array]) -> "asyncio.Future[Outputs]":
+        """Add a request to the queue, and return its future answer.
+
+        Raises
+        ------
+        UnavailableError
+            If the model is being unloaded.
+        OverloadedError
+            If the queue is full.
+        """
+        if self._closed:
+            raise UnavailableError("the model is being unloaded")
+        if len(self._queue) >= self._max_waiting:
+            raise OverloadedError(f"{self._max_waiting} requests wait for this model; try again later")
+        answer: asyncio.Future[Outputs] = asyncio.get_running_loop().create_future()
+        samples = max((len(array) for array in inputs.values() if array.ndim), default=1)
+        self._queue.append(_Waiting(inputs, samples, answer))
+        if self._worker is None:
+            self._worker = asyncio.ensure_future(self._work())
+        return answer
+
+    async def close(self) -> None:
+        """Refuse further requests, and answer the requests in the queue."""
+        self._closed = True
+        while self._worker is not None:
+            await asyncio.wait([self._worker])
+
+    async def _work(self) -> None:
+        """Answer requests until the queue is empty."""
+        loop = asyncio.get_running_loop()
+        try:
+            while self._queue:
+                await asyncio.sleep(0)  # read the requests that have arrived
+                if batch := self._next_batch():
+                    inputs = [waiting.inputs for waiting in batch]
+                    try:
+                        answers = await loop.run_in_executor(self._executor, self._predict, inputs)
+                    except Exception as error:
+                        answers = [error] * len(batch)
+                    _deliver(batch, answers)
+        finally:
+            self._worker = None
+
+    def _next_batch(self) -> list[_Waiting]:
+        """Remove the next requests from the queue, except for cancelled ones."""
+        batch: list[_Waiting] = []
+        samples = 0
+        while self._queue and (not batch or samples + self._queue[0].samples <= self._max_samples):
+            waiting = self._queue.popleft()
+            if not waiting.answer.done():
+                batch.append(waiting)
+                samples += waiting.samples
+        return batch
+
+
+def _deliver(batch: Sequence[_Waiting], answers: Sequence[Outputs | Exception]) -> None:
+    """Set the answers of a batch."""
+    for waiting, answer in zip(batch, answers, strict=True):
+        if waiting.answer.done():
+            continue
+        if isinstance(answer, Exception):
+            waiting.answer.set_exception(answer)
+        else:
+            waiting.answer.set_result(answer)

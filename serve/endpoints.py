@@ -1,0 +1,231 @@
+"""The models that the service offers: one client's model, or a combination of the models of several clients."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from posy.client_app.schema import TensorSpec, model_card, output_specs
+from posy.client_app.stored import FAR, ClientModel
+from posy.client_app.training.trainer import EVALUATION_BATCH
+from posy.metrics import CLASSES, LABELS
+from posy.serve.samples import SampleReader
+from posy.serve.tensors import Array, RequestError, as_objects
+from posy.spread import majority_vote
+
+PLATFORM = "posy_torch"
+"""The platform in a model's metadata."""
+WARNING = TensorSpec("warning", "BYTES", (-1,), "features far outside the range of the training samples, or empty")
+LABEL_FLAGS = TensorSpec("labels", "BOOL", (-1, -1), "whether each label's probability reaches the threshold")
+
+
+class Endpoint(ABC):
+    """A model that the service offers.
+
+    Parameters
+    ----------
+    models : mapping of int to ClientModel
+        The clients' models, keyed by client. They share the task.
+    scores : mapping
+        Scores for the model card.
+    """
+
+    def __init__(self, models: Mapping[int, ClientModel], run: str, scores: Mapping[str, float]) -> None:
+        self.models, self.run, self._scores = dict(models), run, dict(scores)
+        self.first = next(iter(self.models.values()))
+        self._readers = {client: SampleReader(model.preprocessing) for client, model in self.models.items()}
+        self._reader = self._readers[next(iter(self.models))]
+        # With scaling = client, each client standardises the samples with its own statistics.
+        self._separate = self.first.settings.data.scaling == "client" and len(self.models) > 1
+
+    @property
+    def version(self) -> str:
+        """The model's version: the round in which it was stored."""
+        return str(self.first.round)
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """The names of the C classes, labels or values."""
+        return self.first.class_names
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """The inputs of the model."""
+        return self._reader.specs
+
+    @property
+    @abstractmethod
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """The outputs of the model."""
+
+    @property
+    def card(self) -> dict[str, Any]:
+        """The model card, for JSON."""
+        card = model_card(self.first, self.run, self._scores)
+        specs = {"inputs": self.inputs, "outputs": self.outputs}
+        return card | {key: [spec.to_dict() for spec in group] for key, group in specs.items()}
+
+    def predict(self, batch: Sequence[Mapping[str, Array]]) -> list[dict[str, Array] | Exception]:
+        """Answer several requests at once.
+
+        Parameters
+        ----------
+        batch : sequence of mapping
+            The tensors of each request, keyed by name.
+
+        Returns
+        -------
+        list
+            The outputs for each request, keyed by name, or the exception that the request has caused.
+        """
+        answers: list[dict[str, Array] | Exception] = []
+        usable: list[tuple[int, dict[int, Tensor]]] = []
+        for number, inputs in enumerate(batch):
+            try:
+                usable.append((number, self._read(inputs)))
+                answers.append({})
+            except RequestError as error:
+                answers.append(error)
+        if not usable:
+            return answers
+        samples = {key: torch.cat([parts[key] for _, parts in usable]) for key in usable[0][1]}
+        with torch.inference_mode():
+            outputs = self._answer(samples)
+        start = 0
+        for number, parts in usable:
+            end = start + len(next(iter(parts.values())))
+            answers[number] = {name: array[start:end] for name, array in outputs.items()}
+            start = end
+        return answers
+
+    def _read(self, inputs: Mapping[str, Array]) -> dict[int, Tensor]:
+        """Return the samples ``(n, *input_shape)``, keyed by client; with a common scale, only for the first client."""
+        readers = self._readers if self._separate else {next(iter(self.models)): self._reader}
+        return {client: read(inputs) for client, read in readers.items()}
+
+    @abstractmethod
+    def _answer(self, samples: Mapping[int, Tensor]) -> dict[str, Array]:
+        """Return the outputs for n samples, keyed by name, given the result of :meth:`_read`."""
+
+    def _outputs_of(self, client: int, samples: Mapping[int, Tensor]) -> Array:
+        """Return the outputs ``(n, C)`` of a client's model."""
+        x = samples[client] if self._separate else next(iter(samples.values()))
+        return self._forward(self.models[client], x)
+
+    @staticmethod
+    def _forward(model: ClientModel, x: Tensor) -> Array:
+        """Return a model's outputs ``(n, C)`` for samples ``(n, *input_shape)``."""
+        if not len(x):
+            return np.empty((0, len(model.class_names)), np.float32)
+        return torch.cat([model(part) for part in torch.split(x, EVALUATION_BATCH)]).numpy(force=True)
+
+    def _named(self, indices: Array) -> Array:
+        """Return the names of classes, given their indices ``(n,)``."""
+        return self._encoded_names[indices]
+
+    @cached_property
+    def _encoded_names(self) -> Array:
+        return as_objects([name.encode() for name in self.class_names], (len(self.class_names),))
+
+
+class ClientEndpoint(Endpoint):
+    """The model of one client, or the model that all clients share."""
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """Probabilities and class, labels or values, and for features a warning."""
+        specs = output_specs(self.first.preprocessing)
+        specs += (LABEL_FLAGS,) * (self.first.preprocessing.task.target == LABELS)
+        return specs + (WARNING,) * (self.first.preprocessing.task.kind == "features")
+
+    def _answer(self, samples: Mapping[int, Tensor]) -> dict[str, Array]:
+        (client,) = self.models
+        return self._described(self._outputs_of(client, samples), samples[client])
+
+    def _described(self, outputs: Array, x: Tensor) -> dict[str, Array]:
+        """Return the outputs by name, given the model's outputs ``(n, C)`` and the samples."""
+        task = self.first.preprocessing.task
+        first, *others = self.outputs
+        answer = {first.name: outputs}
+        if task.target == CLASSES:
+            answer[others[0].name] = self._named(outputs.argmax(axis=1))
+        if task.target == LABELS:
+            answer[LABEL_FLAGS.name] = outputs >= self.first.settings.run.threshold
+        if task.kind == "features":
+            answer[WARNING.name] = self._warnings(x)
+        return answer
+
+    def _warnings(self, x: Tensor) -> Array:
+        """Return a warning for each sample ``(n,)``, which names the features far from the training samples."""
+        texts = [b""] * len(x)
+        names = self.first.preprocessing.features
+        for row, feature in (x.abs() > FAR).nonzero().tolist():
+            name = names[feature] if names else f"feature {feature}"
+            text = f"{name}: {float(x[row, feature].abs()):.3g} standard deviations from the training mean"
+            texts[row] += b"; " * bool(texts[row]) + text.encode()
+        return as_objects(texts, (len(texts),))
+
+
+class EnsembleEndpoint(ClientEndpoint):
+    """The mean of the outputs of all clients' models."""
+
+    def _answer(self, samples: Mapping[int, Tensor]) -> dict[str, Array]:
+        mean = np.stack([self._outputs_of(client, samples) for client in self.models]).mean(axis=0, dtype=np.float32)
+        return self._described(mean, next(iter(samples.values())))
+
+
+class VoteEndpoint(Endpoint):
+    """The class that most clients' local models predict, as for system accuracy."""
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """The class with the most votes, and each class's fraction of the votes."""
+        names = self.class_names
+        return (
+            TensorSpec("class", "BYTES", (-1,), "the class with the most votes"),
+            TensorSpec("votes", "FP32", (-1, len(names)), "fraction of the clients' votes for each class", names),
+        )
+
+    def _answer(self, samples: Mapping[int, Tensor]) -> dict[str, Array]:
+        votes = np.stack([self._outputs_of(client, samples).argmax(axis=1) for client in self.models])
+        count = len(self.class_names)
+        shares = np.stack([(votes == number).mean(axis=0, dtype=np.float32) for number in range(count)], axis=1)
+        return {"class": self._named(majority_vote(votes, count)), "votes": shares}
+
+
+class ConfidenceEndpoint(Endpoint):
+    """The prediction of the client whose local model gives its class the highest probability."""
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """The client and its prediction."""
+        return (client_spec("the client with the most confident model"), *output_specs(self.first.preprocessing))
+
+    def _answer(self, samples: Mapping[int, Tensor]) -> dict[str, Array]:
+        probabilities = np.stack([self._outputs_of(client, samples) for client in self.models])
+        chosen = probabilities.max(axis=2).argmax(axis=0)
+        names = client_names(self.models)
+        picked = probabilities[chosen, np.arange(len(chosen))]
+        first, second = output_specs(self.first.preprocessing)
+        answer = {first.name: picked, second.name: self._named(picked.argmax(axis=1))}
+        return {"client": names[chosen], **answer}
+
+
+def client_spec(description: str) -> TensorSpec:
+    """Return the specification of the output that names a client."""
+    return TensorSpec("client", "BYTES", (-1,), description)
+
+
+def name_of(client: int, model: ClientModel) -> str:
+    """Return the name under which the service offers a client's model."""
+    return model.site or f"client-{client}"
+
+
+def client_names(models: Mapping[int, ClientModel]) -> Array:
+    """Return the names of clients, ``(M,)``."""
+    names = [name_of(client, model).encode() for client, model in models.items()]
+    return as_objects(names, (len(names),))

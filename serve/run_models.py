@@ -1,0 +1,84 @@
+"""Load the models of a run for the service."""
+
+from collections.abc import Mapping
+from logging import WARNING
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from flwr.common.logger import log
+
+from posy.client_app.stored import ClientModel
+from posy.metrics import CLASSES
+from posy.serve.endpoints import ClientEndpoint, ConfidenceEndpoint, Endpoint, EnsembleEndpoint, VoteEndpoint, name_of
+from posy.serve.router import RouterEndpoint
+from posy.server_app.record import Record
+from posy.storage import read_metadata
+
+SERVED, ENSEMBLE, ROUTER, VOTE, CONFIDENCE = "served", "ensemble", "router", "majority-vote", "confidence"
+"""Names of the models that combine clients. A client with such a name is offered as ``client-N``."""
+_RESERVED = (SERVED, ENSEMBLE, ROUTER, VOTE, CONFIDENCE)
+
+
+def load_endpoints(record: Record) -> dict[str, Endpoint]:
+    """Return the models of a run, keyed by name.
+
+    These are the models of the clients, the model that all clients share, and combinations of the clients' models.
+
+    Raises
+    ------
+    SettingsError
+        If the run has no clients' models.
+    DamagedFileError
+        If a file cannot be read.
+    """
+    run, scores = record.path.name, dict[int, dict[str, float]]()
+    models = {client: record.predictor(client) for client in record.names}
+    endpoints: dict[str, Endpoint] = {}
+    for client, model in models.items():
+        name = name_of(client, model)
+        name = f"client-{client}" if name in _RESERVED or name in endpoints else name
+        endpoints[name] = ClientEndpoint({client: model}, run, scores.get(client, {}))
+    first = next(iter(models.values()))
+    if shared := _shared_model(record, models):
+        endpoints[SERVED] = ClientEndpoint(shared, run, {})
+    if len(models) == 1 or first.preprocessing.task.target != CLASSES:
+        return endpoints
+    if len(first.members) > 1:
+        endpoints[ENSEMBLE] = EnsembleEndpoint(models, run, {})
+    if not first.settings.method.routes:
+        voters = {client: record.predictor(client, "local") for client in record._members()}
+        if voters:
+            endpoints |= {VOTE: VoteEndpoint(voters, run, {}), CONFIDENCE: ConfidenceEndpoint(voters, run, {})}
+    elif first.settings.data.scaling == "client":
+        log(WARNING, "the service has no router, because with scaling = client the clients' inputs are not comparable")
+    else:
+        members = {client: models[client] for client in record._members()}
+        endpoints[ROUTER] = RouterEndpoint(members, run, {}, _priors(record, first))
+    return endpoints
+
+
+def _shared_model(record: Record, models: Mapping[int, ClientModel]) -> dict[int, ClientModel]:
+    """Return the model that all clients receive, keyed by a client, or an empty dictionary if their models differ."""
+    paths = [record.models / f"served-{client}.safetensors" for client in models]
+    if not all(path.is_file() for path in paths):
+        return {}
+    if len({_identity(path) for path in paths}) > 1:
+        return {}
+    client = next(iter(models))
+    return {client: ClientModel.load(paths[0])}
+
+
+def _identity(path: Path) -> str:
+    """Return text that is equal for files with the same tensors and preprocessing."""
+    metadata = read_metadata(path)
+    return metadata.get("crc32", str(path)) + metadata["preprocessing"]
+
+
+def _priors(record: Record, model: ClientModel) -> npt.NDArray[np.float64]:
+    """Return the weights ``(M,)`` of the run's clients in the averaged loss."""
+    priors = np.ones(model.settings.data.num_clients)
+    if model.settings.run.client_weights == "samples":
+        for client, counts in record.clients.groupby("partition")["n_train"]:
+            priors[client] = counts.iloc[-1]
+    return priors

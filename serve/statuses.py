@@ -1,0 +1,49 @@
+"""Map errors to the statuses of HTTP and gRPC."""
+
+from logging import ERROR
+from typing import NamedTuple
+
+import grpc
+from flwr.common.logger import log
+
+from posy.serve.limits import NotAuthorisedError
+from posy.serve.tensors import OverloadedError, RequestError, UnavailableError, UnknownModelError
+
+Code = grpc.StatusCode
+
+
+class Status(NamedTuple):
+    """The status of a failed request."""
+
+    http: int
+    grpc: grpc.StatusCode
+    text: str
+
+    @property
+    def name(self) -> str:
+        """The name of the status, for metrics."""
+        return self.grpc.name.lower()
+
+
+class TooLargeError(RequestError):
+    """A request with more bytes than the service accepts."""
+
+
+_STATUSES: dict[type[Exception], tuple[int, grpc.StatusCode]] = {
+    NotAuthorisedError: (401, Code.UNAUTHENTICATED),
+    UnknownModelError: (404, Code.NOT_FOUND),
+    TooLargeError: (413, Code.RESOURCE_EXHAUSTED),
+    RequestError: (400, Code.INVALID_ARGUMENT),
+    OverloadedError: (429, Code.RESOURCE_EXHAUSTED),
+    UnavailableError: (503, Code.UNAVAILABLE),
+}
+"""The statuses of HTTP and gRPC for each error. An error's own class comes before its base class."""
+
+
+def status_of(error: Exception) -> Status:
+    """Return the status for an error. The text of an unexpected error appears only in the log."""
+    for kind, (http, code) in _STATUSES.items():
+        if isinstance(error, kind):
+            return Status(http, code, str(error))
+    log(ERROR, "a request has failed: %s", error, exc_info=error)
+    return Status(500, Code.INTERNAL, "the service has failed to answer; its log contains the reason")

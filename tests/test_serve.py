@@ -1,0 +1,158 @@
+"""The service: predictions over REST and gRPC, with unchanged clients."""
+
+import asyncio
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc
+import tritonclient.http
+from tritonclient.utils import InferenceServerException
+
+import posy
+from posy.commands.serve import serving
+from posy.serve.server import Options
+from posy.server_app.record import Record
+
+RUN = {"dataset": "digits", "max-samples": 600, "num-clients": 4, "num-server-rounds": 2, "device": "cpu", "lr": 0.1}
+
+
+class Running:
+    """A service in a thread of this process."""
+
+    def __init__(self, run: Path, options: Options) -> None:
+        self.server = serving(str(run), options)
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.server.run(handles_signals=False)))
+        self.thread.start()
+        assert self.server.started.wait(60)
+        self.http = tritonclient.http.InferenceServerClient(f"127.0.0.1:{self.server.http_port}", concurrency=4)
+        self.grpc = tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{self.server.grpc_port}")
+
+    def stop(self) -> None:
+        """Stop the service, and wait until it has ended."""
+        self.http.close()
+        self.grpc.close()
+        self.server.stop()
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+
+    def get(self, path: str, body: Any = None) -> Any:
+        """Return the JSON of a path, or of its answer to a body."""
+        data = None if body is None else json.dumps(body).encode()
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.server.http_port}/{path}", data) as answer:
+            return json.load(answer)
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> Record:
+    """Return the record of a run with FedDRM."""
+    output = str(tmp_path_factory.mktemp("runs"))
+    return posy.run(method="feddrm", **{**{k.replace("-", "_"): v for k, v in RUN.items()}, "output_dir": output})
+
+
+@pytest.fixture(scope="module")
+def service(record: Record) -> Iterator[Running]:
+    """Serve the models of the run."""
+    running = Running(record.path, Options(http_port=0, grpc_port=0))
+    yield running
+    running.stop()
+
+
+def images(count: int) -> np.ndarray:
+    """Return images of the size of the digits, uint8 ``(count, 1, 8, 8)``."""
+    return np.random.default_rng(1).integers(0, 256, (count, 1, 8, 8)).astype(np.uint8)
+
+
+def infer(service: Running, transport: str, model: str, x: np.ndarray, **options: Any) -> Any:
+    """Return the result of tritonclient for images."""
+    library: Any = tritonclient.http if transport == "http" else tritonclient.grpc
+    tensor = library.InferInput("image", x.shape, "UINT8")
+    tensor.set_data_from_numpy(x)
+    return getattr(service, transport).infer(model, [tensor], **options)
+
+
+@pytest.mark.parametrize("transport", ["http", "grpc"])
+@pytest.mark.parametrize("client", [0, 3])
+def test_predictions_equal_those_of_the_stored_model(
+    service: Running, record: Record, transport: str, client: int
+) -> None:
+    x = images(5)
+    result = infer(service, transport, f"client-{client}", x)
+    expected = record.predictor(client).predict_all(x)
+    assert [name.decode() for name in result.as_numpy("class")] == [each.label for each in expected]
+    probabilities = [list(each.probabilities.values()) for each in expected]
+    np.testing.assert_allclose(result.as_numpy("probabilities"), probabilities, atol=1e-6)
+
+
+@pytest.mark.parametrize("transport", ["http", "grpc"])
+def test_the_router_answers_as_the_record_does(service: Running, record: Record, transport: str) -> None:
+    x = images(20)
+    result = infer(service, transport, "router", x)
+    expected = record.route(x)
+    assert [name.decode() for name in result.as_numpy("client")] == [
+        f"client-{next(iter(a.clients))}" for a in expected
+    ]
+    assert [name.decode() for name in result.as_numpy("class")] == [a.prediction.label for a in expected]
+    probabilities = [list(a.clients.values()) for a in expected]
+    np.testing.assert_allclose(result.as_numpy("client_probabilities"), probabilities, atol=1e-5)
+
+
+@pytest.mark.parametrize("transport", ["http", "grpc"])
+def test_metadata_health_and_repository(service: Running, transport: str) -> None:
+    client = getattr(service, transport)
+    assert client.is_server_live() and client.is_server_ready()
+    assert client.is_model_ready("client-1") and client.is_model_ready("client-1", "2")
+    assert not client.is_model_ready("client-1", "1") and not client.is_model_ready("unknown")
+    client.unload_model("client-1")
+    try:
+        assert not client.is_model_ready("client-1")
+        with pytest.raises(InferenceServerException, match="is not loaded"):
+            infer(service, transport, "client-1", images(1))
+    finally:
+        client.load_model("client-1")
+    assert client.is_model_ready("client-1")
+    with pytest.raises(InferenceServerException, match="'unknown' does not exist"):
+        client.load_model("unknown")
+
+
+def test_json_needs_no_client(service: Running) -> None:
+    x = images(2)
+    tensor = {"name": "image", "datatype": "UINT8", "shape": list(x.shape), "data": x.tolist()}
+    answer = service.get("v2/models/router/infer", {"id": "7", "inputs": [tensor], "outputs": [{"name": "class"}]})
+    assert answer["id"] == "7" and [output["name"] for output in answer["outputs"]] == ["class"]
+    assert answer["outputs"][0]["shape"] == [2] and set(answer["outputs"][0]["data"]) <= set("0123456789")
+    card = service.get("v2/models/client-2/card")
+    assert card["method"] == "feddrm" and card["client"] == 2 and card["inputs"][0]["name"] == "image"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "text"),
+    [
+        (b"", 400, "not JSON"),
+        (b"[1]", 400, "not a JSON object"),
+        (b"[" * 100_000, 400, "not JSON"),
+        ({}, 400, "no inputs"),
+        ({"inputs": 3}, 400, "not a list of objects"),
+        ({"inputs": [{"name": "image", "datatype": "UINT7", "shape": [1], "data": [1]}]}, 400, "UINT7"),
+        ({"inputs": [{"name": "image", "datatype": "UINT8", "shape": [1, -1], "data": [1]}]}, 400, "at least 0"),
+        ({"inputs": [{"name": "image", "datatype": "UINT8", "shape": [1, 2], "data": [1]}]}, 400, "1 values"),
+        ({"inputs": [{"name": "image", "datatype": "UINT8", "shape": [1], "data": [300]}]}, 400, "range of UINT8"),
+        ({"inputs": [{"name": "image", "datatype": "UINT8", "shape": [1], "data": [float("nan")]}]}, 400, "UINT8"),
+        ({"inputs": [{"name": "other", "datatype": "UINT8", "shape": [1], "data": [3]}]}, 400, "missing 'image'"),
+        ({"inputs": [{"name": "image", "datatype": "FP32", "shape": [1, 64], "data": [0.5] * 64}]}, 400, "1x8x8"),
+        ({"inputs": [{"name": "image", "datatype": "BYTES", "shape": [1], "data": ["x"]}]}, 400, "cannot be decoded"),
+    ],
+)
+def test_a_wrong_request_names_its_fault(service: Running, body: Any, status: int, text: str) -> None:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    with pytest.raises(urllib.error.HTTPError) as raised:
+        urllib.request.urlopen(f"http://127.0.0.1:{service.server.http_port}/v2/models/client-0/infer", data)
+    assert raised.value.code == status
+    assert text in json.load(raised.value)["error"]
+    assert infer(service, "http", "client-0", images(1)).as_numpy("class").shape == (1,)
