@@ -213,7 +213,12 @@ def _grpc_credentials(credentials: Credentials) -> grpc.ServerCredentials:
 def _listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens, or raise :class:`SettingsError` if the port cannot be used."""
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        # asyncio switches Nagle's algorithm off only if the socket names its protocol.
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(BACKLOG)
+        return listening
     except OSError as error:
         raise SettingsError(f"--http-port {port}: the port cannot be used ({error.strerror})") from error
