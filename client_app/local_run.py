@@ -277,7 +277,7 @@ class LocalRun:
                 predictions = predictions_of(outputs, y, self.task, self.settings.run)
                 sums = self._sums(training=point == "local")
                 if self.masking and sums.has_sums(key):
-                    self._score_sums[key] = sums.sums_of(predictions)
+                    self._score_sums[key] = sums.sums_of(key, predictions)
                 if key == point:
                     save_predictions(self.jobs, self.config, predictions, point)
                 values |= {f"{key}-{n}": v for n, v in values_of(predictions, self._metrics(split)).items()}

@@ -11,22 +11,22 @@ import numpy.typing as npt
 from posy.binned import STEPS
 from posy.scores import Floats, Predictions
 
-ROWS = 5
-"""Number of sums for each value."""
+ERROR_ROWS, ROWS = 2, 5
+"""Number of sums for each value without and with the sums that R² needs."""
 LARGEST = 1 << 60
 """Exclusive upper bound on each of a client's sums."""
 
 
-def count_of(size: int) -> int:
+def count_of(size: int, *, r2: bool = True) -> int:
     """Return the number of sums for C = ``size`` values."""
-    return ROWS * size
+    return (ROWS if r2 else ERROR_ROWS) * size
 
 
-def value_sums(p: Predictions, mean: Sequence[float], std: Sequence[float]) -> list[int] | None:
+def value_sums(p: Predictions, mean: Sequence[float], std: Sequence[float], *, r2: bool = True) -> list[int] | None:
     """Return the sums over the predicted samples, or None if a sum is too large.
 
-    For each of C standardised values z with the prediction ẑ, the sums are Σ|ẑ − z|, Σ(ẑ − z)², Σmax(z, 0),
-    Σmax(−z, 0) and Σz².
+    For each of C standardised values z with the prediction ẑ, the sums are Σ|ẑ − z| and Σ(ẑ − z)². R² also needs
+    Σmax(z, 0), Σmax(−z, 0) and Σz².
 
     Parameters
     ----------
@@ -34,10 +34,13 @@ def value_sums(p: Predictions, mean: Sequence[float], std: Sequence[float]) -> l
         Predictions and values in their original unit.
     mean, std : sequence of float, (C,)
         The mean and standard deviation used to standardise each value.
+    r2 : bool
+        Whether to include the sums that only R² needs.
     """
     z = (p.y - np.array(mean)) / np.array(std)
     errors = (p.outputs - p.y) / np.array(std)
-    rows = [np.abs(errors), np.square(errors), np.maximum(z, 0), np.maximum(-z, 0), np.square(z)]
+    rows = [np.abs(errors), np.square(errors)]
+    rows += [np.maximum(z, 0), np.maximum(-z, 0), np.square(z)] if r2 else []
     totals = np.stack([row.sum(axis=0) for row in rows]) * STEPS
     if not (totals < LARGEST).all():  # also false for NaN
         return None
@@ -46,6 +49,8 @@ def value_sums(p: Predictions, mean: Sequence[float], std: Sequence[float]) -> l
 
 def metrics_of(numbers: Sequence[int], samples: int, std: Sequence[float]) -> dict[str, float]:
     """Return MAE, RMSE and R² in the original unit, keyed by name, or an empty dictionary if the sums are inconsistent.
+
+    The result has no R² if the sums that it needs are absent.
 
     Parameters
     ----------
@@ -56,13 +61,18 @@ def metrics_of(numbers: Sequence[int], samples: int, std: Sequence[float]) -> di
     std : sequence of float, (C,)
         The standard deviation used to standardise each value.
     """
-    sums: Floats = np.array(numbers, np.float64).reshape(ROWS, len(std)) / STEPS / samples
-    absolute, square, above, below, second = sums
+    sums: Floats = np.array(numbers, np.float64).reshape(-1, len(std)) / STEPS / samples
+    absolute, square = sums[:ERROR_ROWS]
     rounding = 1 / STEPS
-    if (absolute**2 > square + rounding).any() or ((above - below) ** 2 > second + rounding).any():
+    if (absolute**2 > square + rounding).any():
         return {}
     scale: npt.NDArray[np.float64] = np.array(std)
     values = {"mae": float((absolute * scale).mean()), "rmse": float(np.sqrt((square * scale**2).mean()))}
+    if len(sums) == ERROR_ROWS:
+        return values
+    above, below, second = sums[ERROR_ROWS:]
+    if ((above - below) ** 2 > second + rounding).any():
+        return {}
     variance = second - (above - below) ** 2
     varied = variance > rounding
     if varied.any():
@@ -89,11 +99,14 @@ def rescaled(
         The mean and the standard deviation of each value, both ``(C,)``, for the sums and for the result.
     """
     (mean, std), (new_mean, new_std) = (np.array(pair, np.float64) for pair in (before, after))
-    sums: Floats = np.array(numbers, np.float64).reshape(ROWS, len(std)) / STEPS
-    absolute, square, above, below, second = sums
+    sums: Floats = np.array(numbers, np.float64).reshape(-1, len(std)) / STEPS
     a, b = std / new_std, (mean - new_mean) / new_std
+    rows = [a * sums[0], a**2 * sums[1]]
+    if len(sums) == ERROR_ROWS:
+        return [round(number) for number in (np.stack(rows) * STEPS).ravel().tolist()]
+    above, below, second = sums[ERROR_ROWS:]
     total = above - below
     new_total = a * total + samples * b
     new_second = a**2 * second + 2 * a * b * total + samples * b**2
-    rows = [a * absolute, a**2 * square, np.maximum(new_total, 0), np.maximum(-new_total, 0), new_second]
+    rows += [np.maximum(new_total, 0), np.maximum(-new_total, 0), new_second]
     return [round(number) for number in (np.stack(rows) * STEPS).ravel().tolist()]

@@ -64,8 +64,11 @@ class CentralScores:
         self.workspace = workspace
         self.models = models
         task = workspace.task
-        self._metric = metric_of(workspace.settings.run, task.target, task.num_classes).name
+        run = workspace.settings.run
+        self._metric = metric_of(run, task.target, task.num_classes).name
         self._names = [metric.name for metric in metrics_for(task.target, task.num_classes)]
+        if run.all_metrics == "none":  # not with auto: for the server's own samples, sites need not allow any metric
+            self._names = [self._metric]
 
     def of_round(self, server_round: int) -> dict[str, float]:
         """Return metrics of the served model, keyed by name, or an empty mapping unless all clients share the model.
@@ -84,9 +87,10 @@ class CentralScores:
     def of_last_round(self, server_round: int) -> dict[str, Any]:
         """Return the entry for the summary, with the metrics of the served and the local models.
 
-        The entry contains each metric's mean, standard deviation, minimum and maximum over the clients' models. If all
-        clients share one model, it also contains bootstrap intervals over the samples. The log states the reason if the
-        models by which the method is scored are not available, unless :attr:`notice` states it.
+        The entry contains the mean, standard deviation, minimum and maximum of each metric over the clients' models.
+        With ``all-metrics = none``, this is only the run's metric. If all clients share one model, the entry also
+        contains bootstrap intervals over the samples. The log states the reason if the models by which the method is
+        scored are not available, unless :attr:`notice` states it.
         """
         entry: dict[str, Any] = {"samples": len(self.test.y), "round": server_round}
         withheld = self._withheld

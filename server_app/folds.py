@@ -18,8 +18,8 @@ from posy.extensions import key_prefix
 from posy.metrics import column_of
 from posy.paths import absolute
 from posy.scores import Predictions, values_of
-from posy.server_app.masked_sums import add_sums, pooled_entry
-from posy.server_app.pooled_scores import joined, majority_notice, pooled_scores, read_clients
+from posy.server_app.masked_sums import add_sums, confusion_in, pooled_entry
+from posy.server_app.pooled_scores import class_counts, joined, majority_notice, pooled_scores, read_clients
 from posy.server_app.progress import results_table
 from posy.server_app.record import Record
 from posy.server_app.recorder import NOT_AVAILABLE, Recorder, new_directory
@@ -135,13 +135,13 @@ class CrossValidation:
         """
         run, columns, rounds = self.settings.run, Columns.of(self.settings, task), summary["rounds"]
         if run.secure_aggregation:
-            return self._of_sums(task, finished, rounds)
+            return self._of_sums(task, finished, columns, rounds)
         folders = [self._folder(fold) / "predictions" for fold in finished]
         has_predictions = any(folder.is_dir() for folder in folders)
-        names = (columns.metric.name, *columns.other_metrics)
+        names = columns.metrics
         scores: dict[str, Any] = {}
         if has_predictions:
-            rows, scores = self._out_of_fold(task, folders, names)
+            rows, scores = self._out_of_fold(task, folders, columns)
         else:
             last = {self._folder(fold): each["rounds"] for fold, each in finished.items()}
             rows = _client_means(last, [column_of(at, name) for at in POINTS for name in names])
@@ -167,21 +167,29 @@ class CrossValidation:
         reported = {column: over for column, over in over_clients.items() if over}
         return {**scores, "metrics": {"round": rounds, **reported}}
 
-    def _of_sums(self, task: Task, finished: Mapping[int, dict[str, Any]], rounds: int) -> dict[str, Any]:
+    def _of_sums(
+        self, task: Task, finished: Mapping[int, dict[str, Any]], columns: Columns, rounds: int
+    ) -> dict[str, Any]:
         """Return the scores over all test samples of the finished folds, from the masked sums of each fold.
 
         If the sums cannot be added, the scores are means over the folds.
         """
-        metric, at = Columns.of(self.settings, task).metric, self.settings.method.point
-        tallies = add_sums(map(self._folder, finished), task, self.settings.run)
+        metric, point_of_method = columns.metric, self.settings.method.point
+        tallies = add_sums(map(self._folder, finished), task, self.settings.run, columns.metrics)
         scores = _means_of_sums(finished.values())
         has_means = any(point in scores and point not in tallies for point in POINTS)
         for point, tally in tallies.items():
             scores = {key: entry for key, entry in scores.items() if key.partition("_")[0] != point}
             scores |= {column_of(point, name): tally.spread(name) for name in tally.metrics}
             scores[point] = tally.spread(metric.name)
-        pooled = {point: pooled_entry(tally, task) for point, tally in tallies.items()}
-        notice = majority_notice(pooled, task.class_names, metric, at)
+        matrices = {point: confusion_in(tally, task) for point, tally in tallies.items()}
+        has_matrix = bool(columns.other_metrics)
+        pooled = {
+            point: pooled_entry(tally, task, matrices[point] if has_matrix else None)
+            for point, tally in tallies.items()
+        }
+        matrix = matrices.get(point_of_method)
+        notice = "" if matrix is None else majority_notice(matrix.sum(axis=1), task.class_names, metric)
         last = {point: scores.pop(point, None) for point in POINTS}
         return {
             **{
@@ -196,7 +204,7 @@ class CrossValidation:
         }
 
     def _out_of_fold(
-        self, task: Task, folders: Sequence[Path], names: Sequence[str]
+        self, task: Task, folders: Sequence[Path], columns: Columns
     ) -> tuple[dict[int, dict[str, Any]], dict[str, Any]]:
         """Return the row of each client with its metrics, and the entries for the summary about all samples."""
         run, point = self.settings.run, self.settings.method.point
@@ -208,11 +216,12 @@ class CrossValidation:
                 if not len(predictions.y):
                     continue
                 parts[at].append(predictions)
-                values = values_of(predictions, names)
+                values = values_of(predictions, columns.metrics)
                 row = rows.setdefault(client, {"n_test": len(predictions.y)})
                 row |= {column_of(at, name): value for name, value in values.items()}
-        pooled = pooled_scores({at: joined(parts[at], task, run) for at in POINTS}, task, run, point)
-        notice = majority_notice(pooled, task.class_names, Columns.of(self.settings, task).metric, point)
+        predictions_at = {at: joined(parts[at], task, run) for at in POINTS}
+        pooled = pooled_scores(predictions_at, task, run, point, columns)
+        notice = majority_notice(class_counts(predictions_at[point]), task.class_names, columns.metric)
         return rows, {"pooled": pooled, **({"notices": [notice]} if notice else {})}
 
 

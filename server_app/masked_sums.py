@@ -3,9 +3,12 @@
 The server adds only the sums that it has already unmasked, never the numbers of a single client.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from posy.binned import BinnedScores
 from posy.data.task import Task
@@ -26,8 +29,8 @@ def write_sums(folder: Path, sums: Mapping[str, Any], task: Task) -> None:
     write_json(folder / FILE, {**_facts(task), "mean": task.value_mean, "std": task.value_std, "sums": sums})
 
 
-def add_sums(folders: Iterable[Path], task: Task, run: RunSettings) -> dict[str, Tally]:
-    """Return the sums over the folds, with the metrics over all their samples, keyed by evaluation point.
+def add_sums(folders: Iterable[Path], task: Task, run: RunSettings, names: Collection[str]) -> dict[str, Tally]:
+    """Return the sums over the folds, with the metrics ``names`` over all their samples, keyed by evaluation point.
 
     A point is omitted if the folds report different sums there. The result is empty if a fold has no readable sums, or
     if it has other classes, labels or values than the task.
@@ -44,18 +47,23 @@ def add_sums(folders: Iterable[Path], task: Task, run: RunSettings) -> dict[str,
         if parts and len({len(part["numbers"]) for part in parts}) == 1:
             numbers = [sum(column) for column in zip(*(part["numbers"] for part in parts), strict=True)]
             clients, samples = max(part["clients"] for part in parts), sum(part["samples"] for part in parts)
-            tallies[point] = Tally(clients, samples, 0, metrics_in(numbers, samples, task, run), tuple(numbers))
+            metrics = metrics_in(numbers, samples, task, run)
+            reported = {name: value for name, value in metrics.items() if name in names}
+            tallies[point] = Tally(clients, samples, 0, reported, tuple(numbers))
     return tallies
 
 
-def pooled_entry(tally: Tally, task: Task) -> dict[str, Any]:
-    """Return the summary's entry ``pooled`` for an evaluation point.
+def confusion_in(tally: Tally, task: Task) -> npt.NDArray[np.int64] | None:
+    """Return the confusion matrix ``(C, C)`` in the sums, or None if they contain none."""
+    if task.target != CLASSES or len(tally.numbers) <= 1:
+        return None
+    return BinnedScores.from_numbers(tally.numbers, task.num_classes).confusion
 
-    It contains the confusion matrix and the recall of each class if the sums do.
-    """
+
+def pooled_entry(tally: Tally, task: Task, matrix: npt.NDArray[np.int64] | None) -> dict[str, Any]:
+    """Return the summary's entry ``pooled`` for an evaluation point, with the confusion matrix if there is one."""
     entry: dict[str, Any] = {"samples": tally.samples, "metrics": dict(tally.metrics)}
-    if task.target == CLASSES and len(tally.numbers) > 1:
-        matrix = BinnedScores.from_numbers(tally.numbers, task.num_classes).confusion
+    if matrix is not None:
         entry["recall"] = dict(zip(task.class_names, recalls(matrix), strict=True))
         entry["confusion"] = matrix.tolist()
     return entry

@@ -9,11 +9,11 @@ import numpy as np
 
 from posy.bootstrap import intervals
 from posy.data.task import Task
-from posy.metrics import CLASSES, Metric, metrics_for
+from posy.metrics import CLASSES, Metric
 from posy.predictions import read_predictions
 from posy.randomness import numpy_generator
-from posy.scores import Predictions, confusion_matrix, recalls, values_of
-from posy.strategies.columns import predictions_with
+from posy.scores import Ints, Predictions, confusion_matrix, recalls, values_of
+from posy.strategies.columns import Columns, predictions_with
 from posy.strategies.run_settings import RunSettings
 
 MAJORITY = 0.8
@@ -21,13 +21,13 @@ MAJORITY = 0.8
 
 
 def pooled_scores(
-    predictions_at: Mapping[str, Predictions], task: Task, run: RunSettings, point: str
+    predictions_at: Mapping[str, Predictions], task: Task, run: RunSettings, point: str, columns: Columns
 ) -> dict[str, Any]:
     """Return the metrics over the test samples of all clients, keyed by evaluation point.
 
-    Each entry contains the number of samples and the value of each metric. For classification, it also contains the
-    recall of each class and the confusion matrix. The entry of the method's point also contains a confidence interval
-    for each metric.
+    Each entry contains the number of samples and the value of each metric in ``columns``. For classification, it also
+    contains the recall of each class and the confusion matrix, unless ``all-metrics = none``. The entry of the method's
+    point also contains a confidence interval for each metric.
 
     Parameters
     ----------
@@ -39,18 +39,19 @@ def pooled_scores(
         The settings of the run.
     point : str
         The point at which the method is scored.
+    columns : Columns
+        The scores that the run reports.
     """
-    names = [metric.name for metric in metrics_for(task.target, task.num_classes)]
     scores: dict[str, Any] = {}
     for at, predictions in predictions_at.items():
         if not len(predictions.y):
             continue
-        values = values_of(predictions, names)
+        values = values_of(predictions, columns.metrics)
         entry: dict[str, Any] = {"samples": len(predictions.y), "metrics": values}
         if at == point:
             rng = numpy_generator(run.seed, "bootstrap")
             entry["intervals"] = intervals(predictions, list(values), rng)
-        if task.target == CLASSES:
+        if task.target == CLASSES and columns.other_metrics:
             matrix = confusion_matrix(predictions)
             entry["recall"] = dict(zip(task.class_names, recalls(matrix), strict=True))
             entry["confusion"] = matrix.tolist()
@@ -85,12 +86,20 @@ def _none(task: Task, run: RunSettings) -> Predictions:
     return predictions_with(task, run, np.empty(shape, kind), np.empty((0, count)))
 
 
-def majority_notice(scores: dict[str, Any], names: Sequence[str], metric: Metric, point: str) -> str:
-    """Return a warning if always predicting the largest class gives a high accuracy, or an empty string."""
-    entry = scores.get(point)
-    if metric.name != "accuracy" or not entry or "confusion" not in entry:
+def class_counts(predictions: Predictions) -> Ints:
+    """Return the number of samples of each class ``(C,)``; empty for labels and values."""
+    if predictions.target != CLASSES:
+        return np.zeros(0, np.int64)
+    return np.bincount(predictions.y, minlength=predictions.size)
+
+
+def majority_notice(counts: Ints, names: Sequence[str], metric: Metric) -> str:
+    """Return a warning if always predicting the largest class gives a high accuracy, or an empty string.
+
+    ``counts`` contains the number of test samples of each class ``(C,)``.
+    """
+    if metric.name != "accuracy" or not counts.sum():
         return ""
-    counts = np.array(entry["confusion"]).sum(axis=1)
     share = counts.max() / counts.sum()
     if share < MAJORITY:
         return ""

@@ -26,7 +26,7 @@ from posy.server_app.federation import Federation
 from posy.server_app.masked_sums import write_sums
 from posy.server_app.memory import Memory
 from posy.server_app.pictures import Pictures
-from posy.server_app.pooled_scores import majority_notice, pooled_scores, read_clients
+from posy.server_app.pooled_scores import class_counts, majority_notice, pooled_scores, read_clients
 from posy.server_app.privacy import PrivacyLedger
 from posy.server_app.progress import Progress, results_table
 from posy.server_app.record import Record
@@ -184,14 +184,14 @@ class Recorder:
         clients = {p: [c for c, row in rows.items() if column_of(p, name) in row] for p in POINTS}
         try:
             predictions = {at: read_clients([folder], clients[at], task, run, at) for at in POINTS}
-            self.pooled = pooled_scores(predictions, task, run, point)
+            self.pooled = pooled_scores(predictions, task, run, point, self.columns)
+            if notice := majority_notice(class_counts(predictions[point]), task.class_names, self.columns.metric):
+                self.notices.append(notice)
+                log(WARNING, "%s", notice)
         except (ValueError, LookupError) as error:
             log(WARNING, "the predictions in %s cannot be read: %s", folder, error)
         if not run.save_predictions:
             shutil.rmtree(folder)
-        if notice := majority_notice(self.pooled, task.class_names, self.columns.metric, point):
-            self.notices.append(notice)
-            log(WARNING, "%s", notice)
 
     def record(self) -> Record:
         """Return the record of the finished run."""

@@ -158,6 +158,9 @@ class RunDirectory:
             os.truncate(path, intact_ends[-1][0])
             # If a round's rows are lost, the end of the last intact round replaces its end.
             self.grown[name] = (intact_ends + [intact_ends[-1]] * len(rounds))[1 : len(rounds) + 1]
+        with (self.path / "clients.csv").open(encoding="utf-8", newline="") as file:
+            # An earlier version of Posy may have written more columns.
+            self.columns = tuple(next(csv.reader(file), self.columns))
 
 
 def cpu_model() -> str:

@@ -11,6 +11,7 @@ from posy.data.task import Task
 from posy.metrics import METRICS, Metric, column_of, metrics_for
 from posy.scores import Predictions
 from posy.spread import Spread, spread
+from posy.strategies import schedule
 from posy.strategies.replies import LOSS, RoundRecord
 from posy.strategies.run_settings import RunSettings, metric_of, positive_class
 from posy.strategies.settings import Settings
@@ -29,7 +30,8 @@ class Columns:
     metric : Metric
         The metric of the run.
     other_metrics : tuple of str
-        Names of the other metrics of the task, which some evaluations report on the test splits.
+        Names of the other metrics of the task, which some evaluations report on the test splits; empty with
+        ``all-metrics = none``.
     splits : tuple of str
         The scored splits other than the test split: ``validation``, ``training``, both or none.
     """
@@ -42,8 +44,17 @@ class Columns:
     def of(cls, settings: Settings, task: Task) -> Self:
         """Return the columns for a run on a task."""
         metric = metric_of(settings.run, task.target, task.num_classes)
-        other_metrics = tuple(other.name for other in metrics_for(task.target, task.num_classes) if other != metric)
-        return cls(metric, other_metrics, tuple(filter(None, settings.scored_splits)))
+        others = metrics_for(task.target, task.num_classes) if schedule.all_metrics_of(settings) != "none" else []
+        return cls(
+            metric,
+            tuple(other.name for other in others if other != metric),
+            tuple(filter(None, settings.scored_splits)),
+        )
+
+    @cached_property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the metrics that the summary reports, in the order of the tables."""
+        return tuple(name for name in METRICS if name == self.metric.name or name in self.other_metrics)
 
     @cached_property
     def in_every_round(self) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from typing import Any
 from flwr.app import ConfigRecord, MessageType
 from flwr.serverapp import Grid
 
+from posy.strategies import schedule
 from posy.strategies.exchange import Exchange
 from posy.strategies.hooks import ServerHooks
 from posy.strategies.replies import read_metrics, scores_of
@@ -37,6 +38,7 @@ class NewcomerPhase:
         last = strategy.record
         exchange.begin_round(server_round)
         present = [client for client in strategy.newcomers if client in strategy.clients]
+        all_metrics = schedule.all_metrics_of(strategy.settings) != "none"
 
         def accept(client: int, metrics: Mapping[str, Any]) -> None:
             row = strategy.newcomer_rows.setdefault(client, {"n_train": strategy.clients[client].num_train})
@@ -48,7 +50,7 @@ class NewcomerPhase:
         ):
             if kind == MessageType.TRAIN:
                 self.rounds.before_training(server_round, present)
-            flags = {client: {flag: True, ALL_METRICS: True} for client in present}
+            flags = {client: {flag: True, ALL_METRICS: all_metrics} for client in present}
             messages = exchange.messages(kind, server_round, config, flags)
             exchange.collect(grid.send_and_receive(messages, timeout=timeout), lambda client: read_metrics, accept)
             exchange.report_lost()

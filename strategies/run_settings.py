@@ -411,7 +411,9 @@ class RunSettings:
     all_metrics: str = setting(
         AUTO,
         "evaluations that report all metrics of the task on the test splits: the `last` one, `every` one or `none`; "
-        "other evaluations report only the metric and the loss; `auto`: `none` with dataset=sites, else `last`",
+        "other evaluations report only the metric and the loss; with `none`, so do the summary, the scores over all "
+        "samples and the central test set; masked sums contain more only if the metric needs it; `auto`: `none` with "
+        "dataset=sites (but `last` for the central test set), else `last`",
         choices=(AUTO, "last", "every", "none"),
     )
     positive_class: str = setting(

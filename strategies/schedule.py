@@ -22,12 +22,16 @@ def evaluates(run: RunSettings, server_round: int) -> bool:
     return server_round % run.evaluate_every == 0 or server_round == run.num_server_rounds
 
 
+def all_metrics_of(settings: Settings) -> str:
+    """Return the value of ``all-metrics``, where ``auto`` is resolved to ``none`` or ``last``."""
+    if settings.run.all_metrics != AUTO:
+        return settings.run.all_metrics
+    return "none" if settings.data.dataset == SITES else "last"
+
+
 def reports_all_metrics(settings: Settings, server_round: int) -> bool:
     """Return whether the evaluation of a round reports all metrics of the task."""
-    run = settings.run
-    which = run.all_metrics
-    if which == AUTO:
-        which = "none" if settings.data.dataset == SITES else "last"
+    run, which = settings.run, all_metrics_of(settings)
     is_chosen = which == "every" or (which == "last" and server_round == run.num_server_rounds)
     return is_chosen and evaluates(run, server_round)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from posy.binned import STEPS, BinnedScores
 from posy.data.task import Task
-from posy.metrics import LABELS, VALUES, column_of
+from posy.metrics import LABELS, VALUES, column_of, metrics_for
 from posy.scores import Predictions
 from posy.spread import Spread
 from posy.strategies.replies import LOSS
@@ -104,16 +104,23 @@ class ScoreSums:
             return True
         if self.task.num_classes > MOST_BINNED:
             return False
-        return self.metric != "accuracy" or (self._all_metrics and self.split_of(key) == "test")
+        return self.reported(key) != ("accuracy",)
 
-    def sums_of(self, predictions: Predictions) -> list[int] | None:
-        """Return sums over the samples, from which metrics can be computed; None if the sums would be too large.
+    def reported(self, key: str) -> tuple[str, ...]:
+        """Return the names of the metrics that the server reports for a tally, although its sums may give others."""
+        if self._all_metrics and self.split_of(key) == "test":
+            return tuple(metric.name for metric in metrics_for(self.task.target, self.task.num_classes))
+        return (self.metric,)
+
+    def sums_of(self, key: str, predictions: Predictions) -> list[int] | None:
+        """Return the sums for a tally, from which metrics can be computed; None if the sums would be too large.
 
         These are :class:`~posy.binned.BinnedScores` for classes; the same for labels, followed by the number of samples
         whose labels are all predicted correctly; and the sums of :mod:`posy.value_sums` for values.
         """
         if self.task.target == VALUES:
-            return value_sums(predictions, self.task.value_mean, self.task.value_std)
+            r2 = "r2" in self.reported(key)
+            return value_sums(predictions, self.task.value_mean, self.task.value_std, r2=r2)
         numbers = BinnedScores.of(predictions).numbers
         if self.task.target == LABELS:
             numbers.append(int((predictions.predicted == predictions.y).all(axis=1).sum()))
@@ -165,7 +172,7 @@ class ScoreSums:
             return [0] * 4
         size = self.task.num_classes
         if self.task.target == VALUES:
-            return [0] * (3 + count_of(size))
+            return [0] * (3 + count_of(size, r2="r2" in self.reported(key)))
         return [0] * (3 + BinnedScores.count(size) + (self.task.target == LABELS))
 
     def tallies(self, numbers: Sequence[int]) -> tuple[dict[str, Tally], int]:
@@ -175,7 +182,8 @@ class ScoreSums:
             end = start + len(self._empty(key))
             clients, samples, loss, *scores = numbers[start:end]
             metrics = metrics_in(scores, samples, self.task, self.settings.run)
-            tallies[key] = Tally(clients, samples, loss, metrics, tuple(scores))
+            reported = {name: value for name, value in metrics.items() if name in self.reported(key)}
+            tallies[key] = Tally(clients, samples, loss, reported, tuple(scores))
             start = end
         return tallies, numbers[-1]
 

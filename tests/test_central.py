@@ -399,6 +399,12 @@ def test_folds_report_the_spread_over_the_folds(capsys: pytest.CaptureFixture[st
     assert values[0] != values[1] and summary["central"]["samples"] == 60
 
 
+@pytest.mark.parametrize("metric", ["accuracy", "auroc"])
+def test_central_scores_without_all_metrics_are_of_the_metric(metric: str) -> None:
+    central = summary_of(dataset="a.npz", test_set="central", all_metrics="none", metric=metric)
+    assert list(central["served"]["metrics"]) == list(central["served"]["intervals"]) == [metric]
+
+
 # -- sites -------------------------------------------------------------------------------------------------
 
 

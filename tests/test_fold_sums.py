@@ -12,9 +12,9 @@ import pytest
 import posy
 from posy.binned import BinnedScores
 from posy.data.task import Task
-from posy.metrics import CLASSES, LABELS, VALUES
+from posy.metrics import CLASSES, LABELS, METRICS, VALUES
 from posy.scores import Predictions, confusion_matrix, values_of
-from posy.server_app.masked_sums import FILE, add_sums, pooled_entry, write_sums
+from posy.server_app.masked_sums import FILE, add_sums, confusion_in, pooled_entry, write_sums
 from posy.server_app.recorder import Recorder
 from posy.strategies.registry import read_settings
 from posy.strategies.score_sums import ScoreSums
@@ -30,7 +30,7 @@ def folders(tmp_path: Path, parts: list[Predictions], tasks: list[Task]) -> list
     for number, (p, task) in enumerate(zip(parts, tasks, strict=True), start=1):
         written.append(folder := tmp_path / f"fold-{number}")
         folder.mkdir()
-        sums = ScoreSums(SETTINGS, task, training=False).sums_of(p)
+        sums = ScoreSums(SETTINGS, task, training=False, all_metrics=True).sums_of("served", p)
         write_sums(folder, {"served": {"clients": 2, "samples": len(p.y), "numbers": sums}}, task)
     return written
 
@@ -53,12 +53,12 @@ def test_added_sums_equal_the_sums_of_all_predictions(target: str, size: int, tm
     p, task = predictions(target, size), Task("features", (3,), tuple("abcd"[:size]), target=target)
     parts = [p.rows(np.arange(30)[rows]) for rows in FOLDS]
     assert "auroc" not in BinnedScores.of(parts[2]).values(target) or target == LABELS or size > 2
-    tally = add_sums(folders(tmp_path, parts, [task] * 3), task, RUN)["served"]
+    tally = add_sums(folders(tmp_path, parts, [task] * 3), task, RUN, METRICS)["served"]
     expected = BinnedScores.of(p)
     assert (tally.clients, tally.samples) == (2, 30)
     for name, value in expected.values(target).items():
         assert tally.metrics[name] == pytest.approx(value, abs=1e-6), name
-    entry = pooled_entry(tally, task)
+    entry = pooled_entry(tally, task, confusion_in(tally, task))
     if target == CLASSES:
         matrix = confusion_matrix(p)
         assert entry["confusion"] == matrix.tolist()
@@ -78,7 +78,7 @@ def test_sums_of_values_are_added_in_one_unit(tmp_path: Path) -> None:
     scales: list[Any] = [((38.0, -1.9), (8.0, 0.12)), ((43.0, -2.1), (10.0, 0.09)), ((40.0, -2.0), (9.0, 0.1))]
     tasks = [replace(task, value_mean=mean, value_std=std) for mean, std in scales]
     written = folders(tmp_path, [p.rows(np.arange(30)[rows]) for rows in FOLDS], tasks)
-    metrics = add_sums(written, task, RUN)["served"].metrics
+    metrics = add_sums(written, task, RUN, METRICS)["served"].metrics
     for name, value in values_of(p, ["mae", "rmse", "r2"]).items():
         assert metrics[name] == pytest.approx(value, rel=1e-5), name
 
@@ -86,13 +86,15 @@ def test_sums_of_values_are_added_in_one_unit(tmp_path: Path) -> None:
 def test_sums_that_differ_are_not_added(tmp_path: Path) -> None:
     p, task = predictions(CLASSES, 2), Task("features", (3,), ("no", "yes"))
     written = folders(tmp_path, [p.rows(np.arange(30)[rows]) for rows in FOLDS], [task] * 3)
-    assert add_sums(written, task, RUN) and not add_sums(written, replace(task, class_names=("no", "sick")), RUN)
+    assert add_sums(written, task, RUN, METRICS) and not add_sums(
+        written, replace(task, class_names=("no", "sick")), RUN, METRICS
+    )
     write_sums(written[1], {}, task)  # a fold without test samples
-    assert add_sums(written, task, RUN)["served"].samples == 14
+    assert add_sums(written, task, RUN, METRICS)["served"].samples == 14
     write_sums(written[1], {"served": {"clients": 2, "samples": 4, "numbers": [3]}}, task)  # the accuracy alone
-    assert not add_sums(written, task, RUN)
+    assert not add_sums(written, task, RUN, METRICS)
     (written[1] / FILE).unlink()
-    assert not add_sums(written, task, RUN)
+    assert not add_sums(written, task, RUN, METRICS)
 
 
 # -- runs ----------------------------------------------------------------------------------------------------

@@ -110,6 +110,20 @@ class TestTotals:
 
 
 class TestRunDirectory:
+    def test_a_resumed_run_keeps_the_columns_of_its_table(self, run: RunDirectory) -> None:
+        """An earlier version of Posy wrote a column for each metric, regardless of all-metrics."""
+        run.append_round({"round": 1})
+        run.columns = ("round", "partition", "served_accuracy", "served_auroc", "site")
+        run.append_clients([{"round": 1, "partition": 0, "served_accuracy": 0.5, "site": "a"}])
+        run.columns = ("round", "partition", "served_accuracy", "site")
+        run.cut_back(run.grown)
+        run.append_clients([{"round": 2, "partition": 0, "served_accuracy": 0.75, "site": "a"}])
+        with (run.path / "clients.csv").open(encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert [(row["served_accuracy"], row["served_auroc"], row["site"]) for row in rows] == [
+            ("0.5", "", "a"), ("0.75", "", "a")
+        ]  # fmt: skip
+
     def test_runs_of_one_name_get_separate_folders(self, tmp_path: Path) -> None:
         names = [RunDirectory.create(tmp_path, "x").path.name for _ in range(3)]
         assert names == ["x", "x-2", "x-3"]

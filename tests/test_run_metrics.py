@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,32 @@ def run_rare(rare: Path, name: str, **settings: Any) -> Path:
         **{key.replace("_", "-"): value for key, value in settings.items()},
     }  # fmt: skip
     return run(None, config).directory.path
+
+
+@pytest.mark.parametrize(("metric", "column"), [("auto", "accuracy"), ("macro-f1", "macro_f1")])
+@pytest.mark.parametrize(
+    "changes", [{}, {"secure_aggregation": True}, {"folds": 2}, {"holdout_clients": 0.25}], ids=str
+)
+def test_a_run_without_all_metrics_reports_only_its_metric(
+    metric: str, column: str, changes: dict[str, Any], rare: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = run_rare(rare, "a", all_metrics="none", metric=metric, validation_fraction=0.2, **changes)
+    others = [name for name in METRICS if name != column.replace("_", "-")]
+    printed = capsys.readouterr().out
+    assert METRICS[column.replace("_", "-")].title in printed
+    assert not any(METRICS[name].title in printed for name in others)
+    names = {form for name in others for form in (name, name.replace("-", "_"))} | {"recall", "confusion"}
+    for path in (directory, *directory.glob("fold-*")):
+        summary = summary_of(path)
+        words = set(re.findall(r'"(?:served_|local_|validation_)*([\w-]+)":', json.dumps(summary)))
+        assert summary["served"]["last"]["mean"] >= 0
+        assert not words & (names - {"accuracy"} | {"served_accuracy"} - {f"served_{column}"})
+        if "pooled" in summary:
+            assert list(summary["pooled"]["served"]["metrics"]) == [column.replace("_", "-")]
+        header = (path / "clients.csv").read_text(encoding="utf-8").splitlines()[0].split(",")
+        if "secure_aggregation" not in changes:
+            assert f"served_{column}" in header
+        assert not any(name.endswith(tuple(f"_{form}" for form in names)) for name in header)
 
 
 def test_the_summary_warns_if_accuracy_hides_a_small_class(

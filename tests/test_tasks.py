@@ -1,6 +1,7 @@
 """Multi-label tasks, regression and time series: every method runs on them, or refuses them with a reason."""
 
 import csv
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,7 @@ from posy.server_app.app import run
 from posy.settings import SettingsError
 from posy.strategies.methods import METHODS, settings_class
 from posy.strategies.registry import read_settings
+from posy.strategies.score_sums import ScoreSums
 from posy.value_sums import metrics_of, value_sums
 
 MakeConfig = Callable[..., dict[str, Any]]
@@ -331,6 +333,27 @@ def test_secure_aggregation_reports_the_plain_metrics(
     for name in names:
         value = last[f"served_{name.replace('-', '_')}_mean"]
         assert value == pytest.approx(pooled[name], rel=tolerance.get(name, 2e-3)), name
+
+
+@pytest.mark.parametrize(("metric", "sums"), [("rmse", 2), ("mae", 2), ("r2", 5)])
+def test_masked_sums_of_a_regression_without_all_metrics_give_one(
+    make_config: MakeConfig, metric: str, sums: int
+) -> None:
+    config = make_config(
+        "fedavg", data=regression(), num_server_rounds=2, validation_fraction=0.2, metric=metric, task="regression"
+    ) | {"save-predictions": False}
+    plain, masked = (run(None, config | {"secure-aggregation": on, "run-name": str(on)}) for on in (False, True))
+    last = json.loads((masked.directory.path / "rounds.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    for split in ("", "validation_"):
+        reported = {
+            name for name in ("mae", "rmse", "r2") for at in ("served", "local") if last.get(f"{at}_{split}{name}")
+        }
+        assert reported == {metric}
+    assert last[f"served_{metric}"]["mean"] == pytest.approx(plain.summary["pooled"]["served"]["metrics"][metric], 2e-3)
+    task = masked.workspace.task
+    counts = [ScoreSums(masked.settings, task, training=False, all_metrics=every).count for every in (False, True)]
+    values = len(task.value_mean)
+    assert counts == [4 * (3 + sums * values) + 1, 2 * (3 + sums * values) + 2 * (3 + 5 * values) + 1]
 
 
 def test_dp_sgd_trains_a_regression_of_time_series(make_config: MakeConfig, federate: Callable[..., Any]) -> None:
