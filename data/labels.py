@@ -5,6 +5,7 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Self
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from posy.data.errors import DataError, Note
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,4000}")
+_NUMBER = re.compile(r"[+-]?(?:[0-9]{1,4000}(?:\.[0-9]{0,4000})?|\.[0-9]{1,4000})")
 _INTEGER_OR_FLOAT = re.compile(r"([+-]?[0-9]{1,4000})(?:\.0*)?")
 _CANONICAL = re.compile(r"(?:\+|(-))?(0|[1-9][0-9]{0,3999})(?:\.0*)?")
 _EXPONENT = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?[eE][+-]?[0-9]+")
@@ -42,12 +44,12 @@ class LabelRule:
         return np.asarray(_COMPARE[self.sign](values, self.number)).astype(np.int64)
 
 
-def as_labels(y: np.ndarray, where: str) -> np.ndarray:
+def as_labels(y: np.ndarray, where: str, *, role: str = "label") -> np.ndarray:
     """Return labels ``(N,)`` as int64, or as strings if int64 cannot represent all of them.
 
     Whole numbers of every type, including floats such as 2.0, keep their values. If they exceed int64, they become
     strings of digits. The function strips spaces around strings, normalises them (Unicode NFC), and decodes bytes as
-    UTF-8.
+    UTF-8. ``role`` names the content in messages: label, group or patient.
 
     Raises
     ------
@@ -59,42 +61,42 @@ def as_labels(y: np.ndarray, where: str) -> np.ndarray:
     if y.ndim > 1 and y.size == len(y):
         y = y.reshape(-1)
     if y.ndim != 1:
-        raise DataError(f"{where}: labels of shape {y.shape}; expected one label for each sample, (N,)")
+        raise DataError(f"{where}: {role}s of shape {y.shape}; expected one {role} for each sample, (N,)")
     kind = y.dtype.kind
     if kind in "SU":
-        return _as_names(y, where)
+        return _as_names(y, where, role)
     if kind in "ibu":
         return y.astype(str if kind == "u" and len(y) and y.max() > np.iinfo(np.int64).max else np.int64)
     if kind != "f":
-        raise DataError(f"{where}: labels of type {y.dtype}; whole numbers and strings are allowed")
+        raise DataError(f"{where}: {role}s of type {y.dtype}; whole numbers and strings are allowed")
     invalid = ~np.isfinite(y) | (y != np.floor(y))
     if invalid.any():
-        raise DataError(
-            f"{where}: label {y[invalid][0]} at index {invalid.argmax()}; whole numbers are allowed; to predict "
-            "numbers, set task=regression"
-        )
+        remedy = "whole numbers and strings are allowed"
+        if role == "label":
+            remedy = "whole numbers are allowed; to predict numbers, set task=regression"
+        raise DataError(f"{where}: {role} {y[invalid][0]} at index {invalid.argmax()}; {remedy}")
     limit = min(2.0 ** (np.finfo(y.dtype).nmant + 1), 2.0**53)
     large = np.abs(y) >= limit
     if large.any():
         raise DataError(
-            f"{where}: label {y[large][0]} at index {large.argmax()}; {y.dtype} cannot distinguish whole numbers "
-            f"from {limit:.0f} upwards: store labels as whole numbers or strings"
+            f"{where}: {role} {y[large][0]} at index {large.argmax()}; {y.dtype} cannot distinguish whole numbers "
+            f"from {limit:.0f} upwards: store {role}s as whole numbers or strings"
         )
     return y.astype(np.int64)
 
 
-def _as_names(y: np.ndarray, where: str) -> np.ndarray:
+def _as_names(y: np.ndarray, where: str, role: str) -> np.ndarray:
     values, indices = np.unique(y, return_inverse=True)
     names = []
     for value in values.tolist():
         try:
             names.append(label_name(value.decode() if isinstance(value, bytes) else value))
         except UnicodeError as error:
-            raise DataError(f"{where}: label {value!r:.60} is not UTF-8 ({error})") from error
+            raise DataError(f"{where}: {role} {value!r:.60} is not UTF-8 ({error})") from error
     if "" in names:
         first = int(np.flatnonzero(indices == names.index(""))[0])
         raise DataError(
-            f"{where}: the label at index {first} is empty; labels must be whole numbers or non-empty strings"
+            f"{where}: the {role} at index {first} is empty; {role}s must be whole numbers or non-empty strings"
         )
     return np.array(names, str)[indices] if names else y.astype(str)
 
@@ -132,22 +134,21 @@ def renumbered(indices: np.ndarray, labels: Sequence[str], names: Sequence[str])
 
 
 def sorted_names(names: Collection[str]) -> list[str]:
-    """Sort class names: by value if all are whole numbers, else alphabetically."""
-    if all(_INTEGER.fullmatch(name) for name in names):
-        return sorted(names, key=lambda name: (int(name), name))
+    """Sort the names of classes or groups: by value if all are numbers, else alphabetically."""
+    if all(_NUMBER.fullmatch(name) for name in names):
+        return sorted(names, key=lambda name: (Decimal(name), name))
     return sorted(names)
 
 
 def numbered_groups(values: np.ndarray, kind: str = "group") -> tuple[np.ndarray, tuple[str, ...]]:
-    """Return natural groups ``(N,)`` as int64 numbers from 0 in sorted order, and the groups' names.
+    """Return natural groups ``(N,)`` as int64 numbers from 0, and the groups' names in order of :func:`sorted_names`.
 
     If all names are whole numbers, ``kind`` precedes each, as in ``group 3``, because a plain number denotes a client.
     """
-    names, numbers = np.unique(values, return_inverse=True)
-    texts = [str(name) for name in names]
-    if all(map(_INTEGER.fullmatch, texts)):
-        texts = [f"{kind} {text}" for text in texts]
-    return numbers.astype(np.int64), tuple(texts)
+    numbers, names = distinct_labels(values)
+    if all(map(_INTEGER.fullmatch, names)):
+        names = tuple(f"{kind} {name}" for name in names)
+    return numbers, names
 
 
 def label_name(text: str) -> str:

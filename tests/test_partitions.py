@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from posy.data import assign
 from posy.data.dataset import make_dataset
@@ -298,21 +299,40 @@ def test_natural_partition_takes_the_largest_groups():
 @pytest.mark.parametrize(
     ("form", "num_clients", "names"),
     [
-        ("csv", 3, ("group 10", "group 2", "group 7")),  # sorted as text
-        ("parquet", 3, ("group 2", "group 7", "group 10")),
-        ("npz", 3, ("group 2", "group 7", "group 10")),
-        ("csv", 2, ("group 10", "group 7")),  # the largest groups, in the order of their ids
+        *((form, 3, ("group 2", "group 7", "group 10")) for form in ("csv", "parquet", "npz", "npy", "png")),
+        ("csv", 2, ("group 7", "group 10")),  # the largest groups, in the order of their ids
     ],
 )
-def test_clients_are_numbered_by_the_ids_of_their_groups(form, num_clients, names, tmp_path):
-    ids, path = np.repeat([2, 10, 7], [4, 8, 6]), tmp_path / f"a.{form}"
-    frame = pd.DataFrame({"x": np.arange(18.0), "group": ids, "label": np.arange(18) % 2})
+@pytest.mark.parametrize("kind", [int, str])
+def test_clients_are_numbered_by_the_ids_of_their_groups(kind, form, num_clients, names, tmp_path):
+    ids, path = np.repeat([2, 10, 7], [4, 8, 6]).astype(kind), tmp_path / f"a.{form}"
+    labels, extra = np.arange(18) % 2, {"group_column": "group"} if form == "png" else {}
+    frame = pd.DataFrame({"x": np.arange(18.0), "group": ids, "label": labels + 9})
     if form == "npz":
         np.savez(path, x_train=frame[["x"]], y_train=frame["label"], groups_train=ids)
+    elif form == "npy":
+        path.mkdir()
+        for name, array in {"x": frame[["x"]].to_numpy(), "y": labels + 9, "groups": ids}.items():
+            np.save(path / f"{name}.npy", array)
+    elif form == "png":
+        for number, label in enumerate(labels + 9):
+            (path / str(label)).mkdir(parents=True, exist_ok=True)
+            Image.new("L", (4, 4)).save(path / str(label) / f"{number}.png")
+        rows = [f"{label}/{number}.png,{ids[number]}" for number, label in enumerate(labels + 9)]
+        (path / "metadata.csv").write_text("\n".join(["file_name,group", *rows]), encoding="utf-8")
     else:
         frame.to_csv(path, index=False) if form == "csv" else frame.to_parquet(path)
-    s = settings(dataset=str(path), num_clients=num_clients, partition="natural")
-    assert partition(load_dataset(s, tmp_path, 0), s, 0).names == names
+    s = settings(dataset=str(path), num_clients=num_clients, partition="natural", **extra)
+    data = load_dataset(s, tmp_path, 0)
+    assert data.task.class_names == ("9", "10") and partition(data, s, 0).names == names
+
+
+def test_patients_and_groups_of_decimals_are_named_in_the_error(tmp_path):
+    frame = pd.DataFrame({"x": np.arange(4.0), "ward": [1.5, 2, 10, 3], "label": [0, 1, 0, 1]})
+    frame.to_parquet(tmp_path / "a.parquet")
+    for key, role in (("group_column", "group"), ("split_column", "patient")):
+        with pytest.raises(DataError, match=f"column ward: {role} 1.5 at index 0; whole numbers and strings"):
+            load_dataset(settings(dataset=str(tmp_path / "a.parquet"), **{key: "ward"}), tmp_path, 0)
 
 
 def test_train_samples_caps_training_only():

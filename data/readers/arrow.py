@@ -197,9 +197,9 @@ def _content(
     assigned = roles(header, columns, rows.where, coded, images)
     notes += assigned.notes
     y, targets = _targets(rows, names, header, columns, assigned)
-    group_labels = None if assigned.group is None else _labels(rows, names[assigned.group])
+    group_labels = None if assigned.group is None else _labels(rows, names[assigned.group], role="group")
     groups, group_names = (None, ()) if group_labels is None else numbered_groups(group_labels)
-    patients = None if assigned.split is None else _labels(rows, names[assigned.split])
+    patients = None if assigned.split is None else _labels(rows, names[assigned.split], role="patient")
     split_groups = None if patients is None else numbered_groups(patients)[0]
     inputs = [names[index] for index in assigned.inputs]
     if _is_mixed(rows, inputs, columns):
@@ -361,8 +361,8 @@ def _mixed_cells(rows: _Rows, name: str, cells: Sequence[str]) -> DataError:
     )
 
 
-def _labels(rows: _Rows, name: str, rule: LabelRule | None = None) -> np.ndarray:
-    """Return the labels or groups in a column. Indices of named classes become class names."""
+def _labels(rows: _Rows, name: str, rule: LabelRule | None = None, *, role: str = "label") -> np.ndarray:
+    """Return the labels, groups or patients (``role``) in a column. Indices of named classes become class names."""
     column = _column(rows, name)
     where = f"{rows.where}: column {name}"
     if rule is not None:
@@ -379,12 +379,12 @@ def _labels(rows: _Rows, name: str, rule: LabelRule | None = None) -> np.ndarray
             raise DataError(
                 f"{rows.at(int(invalid.argmax()), name)}: label {numbers[invalid][0]}; {allowed}", "wrong-label", name
             )
-        return as_labels(np.array(classes)[numbers], where)
+        return as_labels(np.array(classes)[numbers], where, role=role)
     if _is_text(column.type):
-        return as_labels(np.array(column.to_pylist()), where)
+        return as_labels(np.array(column.to_pylist()), where, role=role)
     if not _is_number(column.type):
-        raise DataError(f"{where}: labels of type {column.type}; whole numbers and strings are allowed")
-    return as_labels(column.to_numpy(), where)
+        raise DataError(f"{where}: {role}s of type {column.type}; whole numbers and strings are allowed")
+    return as_labels(column.to_numpy(), where, role=role)
 
 
 def _files(rows: _Rows, name: str) -> list[Path | Encoded]:

@@ -78,10 +78,10 @@ def content_of(
         raise DataError(f"{source}: test must be true or false for each sample, not {test.dtype} of shape {test.shape}")
     groups, group_names = None, tuple[str, ...]()
     if "groups" in parts:
-        groups, group_names = numbered_groups(as_labels(parts["groups"], f"{source}: groups"))
+        groups, group_names = numbered_groups(as_labels(parts["groups"], f"{source}: groups", role="group"))
     patients = None
     if "patients" in parts:
-        patients, _ = numbered_groups(as_labels(parts["patients"], f"{source}: patients"))
+        patients, _ = numbered_groups(as_labels(parts["patients"], f"{source}: patients", role="patient"))
     y, class_names = targets_of(parts["y"], columns, f"{source}: y", names)
     notes: list[str] = []
     if x.ndim == 1 and x.dtype.kind == "U":

@@ -127,12 +127,12 @@ def read_npz(path: Path, columns: Columns = Columns()) -> Content:  # noqa: B008
         check_lengths(str(path), **{name: (archive.shape(name)[0] or (0,))[0] for name in names})
         check_shape(archive.shape(f"x_{split}")[0], str(path))
 
-    def labels(kind: str) -> np.ndarray:
+    def labels(kind: str, role: str = "label") -> np.ndarray:
         names = [f"{kind}_{split}" for split in splits]
-        return joined_labels([as_labels(archive.read(name), f"{path}: {name}") for name in names])
+        return joined_labels([as_labels(archive.read(name), f"{path}: {name}", role=role) for name in names])
 
     has_groups = {f"groups_{split}" for split in splits} <= set(archive.names)
-    groups, group_names = numbered_groups(labels("groups")) if has_groups else (None, ())
+    groups, group_names = numbered_groups(labels("groups", "group")) if has_groups else (None, ())
     units = [f"{unit}_{split}" for split in splits]
     has_units = bool(columns.split) or not set(units).isdisjoint(archive.names)
     if has_units and (missing := [name for name in units if name not in archive.names]):
@@ -152,7 +152,7 @@ def read_npz(path: Path, columns: Columns = Columns()) -> Content:  # noqa: B008
         check_alike(str(path), parts, pixels=x.ndim > 2)
     kind, samples, notes = samples_of(x, columns.kind, str(path))
     attributes: dict[str, Any] = {"class_names": class_names, "target": columns.target, "group_names": group_names}
-    attributes["split_groups"] = numbered_groups(labels(unit))[0] if has_units else None
+    attributes["split_groups"] = numbered_groups(labels(unit, "patient"))[0] if has_units else None
     return Content(path, kind, samples, y, groups, is_test, read_notes=tuple(notes), **attributes)
 
 
