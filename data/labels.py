@@ -71,9 +71,11 @@ def as_labels(y: np.ndarray, where: str, *, role: str = "label") -> np.ndarray:
         raise DataError(f"{where}: {role}s of type {y.dtype}; whole numbers and strings are allowed")
     invalid = ~np.isfinite(y) | (y != np.floor(y))
     if invalid.any():
+        decimals = np.isfinite(y) & invalid
         remedy = "whole numbers and strings are allowed"
-        if role == "label":
+        if role == "label" and decimals.any():
             remedy = "whole numbers are allowed; to predict numbers, set task=regression"
+            invalid = decimals
         raise DataError(f"{where}: {role} {y[invalid][0]} at index {invalid.argmax()}; {remedy}")
     limit = min(2.0 ** (np.finfo(y.dtype).nmant + 1), 2.0**53)
     large = np.abs(y) >= limit

@@ -638,6 +638,12 @@ def test_a_missing_or_wrong_value_names_its_column(
         (["1;1,234", "2;5,678"], {}, "column label: '1,234' is ambiguous"),
         (["1;1,234", "2;5,678"], {"decimal": "comma"}, "row 2, column label: '1,234'.*task=regression"),
         (["1.5;1,2", "2;1,3"], {}, "column label has decimal commas, and column dose has decimal points"),
+        *(
+            ([f"1;{gap}", "2;4,97", "3;5"], {}, "row 3, column label: '4,97'.*task=regression")
+            for gap in ("", "NA", "?", "-", "nan")
+        ),
+        (["1.5;NA", "2;4.97"], {}, "row 3, column label: '4.97'.*task=regression"),
+        (["1.5;NA", "2;4.97"], {"task": "regression"}, "row 2, column label: 'NA' is a missing value"),
     ],
 )
 def test_labels_with_decimal_marks_are_not_classes(
@@ -655,6 +661,7 @@ def test_labels_with_decimal_marks_are_not_classes(
         (["1.5;1,2", "2;1,3"], {"decimal": "point"}, ["1,2", "1,3"]),
         (["1,5;1,2", "2;1,x"], {}, ["1,2", "1,x"]),
         (["1,5;1", "2;0"], {}, ["0", "1"]),
+        (["1.5;0.5", "2;low", "3;NA"], {}, ["0.5", "NA", "low"]),
         (["1,5;4,97", "2;5,1"], {"label_column": "label > 5"}, ["0", "1"]),
     ],
 )
@@ -663,6 +670,23 @@ def test_labels_with_commas_may_be_classes(
 ) -> None:
     path = write(tmp_path / "a.csv", "\n".join(["dose;label", *rows]))
     assert list(load_dataset(DataSettings(dataset=str(path), **settings), path, 0).task.class_names) == classes
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([None, 4.97, 5.0], "row 2, column label: '4.97'; .*set task=regression"),
+        (["NA", "4.97", "5"], "row 2, column label: '4.97'; .*store them as numbers and set task=regression"),
+        ([None, "4.97", "5"], "row 2, column label: '4.97'; .*store them as numbers and set task=regression"),
+        ([None, 1.0, 2.0], "row 1, column label: it is empty"),
+    ],
+)
+def test_labels_of_a_parquet_file_with_decimals_are_not_classes(
+    labels: list[Any], message: str, tmp_path: Path
+) -> None:
+    pd.DataFrame({"dose": [1.0, 2.0, 3.0], "label": labels}).to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=message):
+        load(tmp_path / "a.parquet")
 
 
 def test_values_may_have_decimal_commas(tmp_path: Path) -> None:

@@ -239,7 +239,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     # pandas writes NaN as an empty value.
     "nan": ({"x": [1.0, 2.0], "z": [1.0, float("nan")], "label": [0, 1]}, "row 2, column z: it is empty"),
     "infinite": ({"x": [1.0, float("inf")], "label": [0, 1]}, "row 2, column x: inf"),
-    "label": ({"x": [1.0, 2.0], "label": [0.5, 1]}, "column label: label 0.5 at index 0"),
+    "label": ({"x": [1.0, 2.0], "label": [0.5, 1]}, "row 1, column label: '0.5'; labels are whole numbers"),
     "ragged": ({"x": [[1], [1, 2]], "label": [0, 1]}, "row 2, column x: a list of 2 entries, but the first list has 1"),
     "hole": ({"x": [[1, 2], [1, None]], "label": [0, 1]}, "row 2, column x: a value is missing"),
     "list and number": ({"x": [[1], [2]], "z": [1, 2], "label": [0, 1]}, "column x of type list"),

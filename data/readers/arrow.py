@@ -16,7 +16,7 @@ from posy.data.encoding import Categories, missing_value
 from posy.data.errors import DataError, Note
 from posy.data.files import check_fits, check_regular
 from posy.data.labels import LabelRule, as_labels, label_name, numbered_groups
-from posy.data.readers.cells import column_notes, is_missing, number_in, parse_columns
+from posy.data.readers.cells import column_notes, decimals_in, is_missing, number_in, parse_columns
 from posy.data.readers.functions import content_of
 from posy.data.readers.image import Encoded, image_content
 from posy.data.targets import as_targets
@@ -363,6 +363,8 @@ def _mixed_cells(rows: _Rows, name: str, cells: Sequence[str]) -> DataError:
 
 def _labels(rows: _Rows, name: str, rule: LabelRule | None = None, *, role: str = "label") -> np.ndarray:
     """Return the labels, groups or patients (``role``) in a column. Indices of named classes become class names."""
+    if role == "label" and rule is None:
+        _check_no_decimals(rows, name)
     column = _column(rows, name)
     where = f"{rows.where}: column {name}"
     if rule is not None:
@@ -385,6 +387,32 @@ def _labels(rows: _Rows, name: str, rule: LabelRule | None = None, *, role: str 
     if not _is_number(column.type):
         raise DataError(f"{where}: {role}s of type {column.type}; whole numbers and strings are allowed")
     return as_labels(column.to_numpy(), where, role=role)
+
+
+def _check_no_decimals(rows: _Rows, name: str) -> None:
+    """Raise :class:`DataError` if a column of class labels contains decimal numbers, besides missing values."""
+    from pyarrow import types  # noqa: PLC0415 - only Arrow data needs it
+
+    column = _decoded(rows, name)
+    if _is_text(column.type):
+        cells = column.to_pylist()
+        decimals = decimals_in({cell for cell in cells if cell is not None})
+        row = next((row for row, cell in enumerate(cells) if cell in decimals), None)
+        remedy = "store them as numbers and set task=regression"
+    elif types.is_floating(column.type):
+        cells = column.to_numpy()
+        rows_with_decimals = np.flatnonzero(np.isfinite(cells) & (cells != np.floor(cells)))
+        row = int(rows_with_decimals[0]) if rows_with_decimals.size else None
+        remedy = "set task=regression"
+    else:
+        return
+    if row is not None:
+        raise DataError(
+            f"{rows.at(row, name)}: {str(cells[row])!r}; labels are whole numbers or strings; to predict numbers, "
+            f"{remedy}",
+            "wrong-label",
+            name,
+        )
 
 
 def _files(rows: _Rows, name: str) -> list[Path | Encoded]:

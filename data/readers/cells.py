@@ -1,7 +1,7 @@
 """Parse the cells of a table's columns: numbers, categories and missing values."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -37,6 +37,14 @@ def number_in(cell: str, *, comma: bool = False) -> float | None:
         return float(cell) if cell.isascii() and "_" not in cell else None
     except ValueError:
         return None
+
+
+def decimals_in(cells: Collection[str], *, comma: bool = False) -> set[str]:
+    """Return the cells with decimal numbers if all cells except missing values contain numbers, else no cell."""
+    numbers = {cell: number_in(cell, comma=comma) for cell in cells if not is_missing(cell)}
+    if None in numbers.values():
+        return set()
+    return {cell for cell, number in numbers.items() if number is not None and not number.is_integer()}
 
 
 def has_decimal_commas(cells: Mapping[str, Sequence[str]], separator: str, decimal: str, where: str) -> bool:

@@ -20,6 +20,7 @@ from posy.data.labels import as_labels, label_name, numbered_groups, written_lab
 from posy.data.readers.cells import (
     SEPARATORS,
     column_notes,
+    decimals_in,
     has_decimal_commas,
     is_missing,
     number_in,
@@ -328,13 +329,12 @@ def _labels(table: _Csv, cells: _Cells) -> tuple[list[Any] | np.ndarray, dict[tu
     values = {cell: number_in(cell, comma=comma) for cell in set(cells[str(label)])}
     if rule is None:
         labels, errors = _names(cells, label, "label")
-        if None not in values.values():
-            errors |= {
-                (label, cell): f"{cell.strip()!r}; labels are whole numbers or strings; to predict numbers, set "
-                "task=regression"
-                for cell, value in values.items()
-                if value is not None and not value.is_integer()
-            }
+        if decimals := {
+            (label, cell): f"{cell.strip()!r}; labels are whole numbers or strings; to predict numbers, set "
+            "task=regression"
+            for cell in decimals_in(values, comma=comma)
+        }:
+            return labels, decimals  # rather than the missing labels, because the task is probably another one
         return labels, errors
     errors = {
         (label, cell): "the label is missing"
