@@ -161,9 +161,12 @@ class ClientModel(nn.Module):
         if target == VALUES:
             return by_name
         if target == LABELS:
-            present = [name for name, share in by_name.items() if share >= self.settings.run.threshold]
-            return Prediction(", ".join(present), by_name)
+            return Prediction(", ".join(self.predicted_labels(by_name)), by_name)
         return Prediction(names[outputs.index(max(outputs))], by_name)
+
+    def predicted_labels(self, probabilities: Mapping[str, float]) -> list[str]:
+        """Return the labels whose probability is at least ``threshold``, given all labels' probabilities."""
+        return [name for name, probability in probabilities.items() if probability >= self.settings.run.threshold]
 
 
 def _outputs(outputs: Any) -> tuple[Tensor, ...]:

@@ -16,7 +16,7 @@ from posy.data.readers.cells import has_decimal_commas, is_missing, number_in
 from posy.data.readers.tables import rows_of, separator_of
 from posy.data.settings import DataSettings
 from posy.listing import print_table
-from posy.metrics import CLASSES, LABELS, VALUES
+from posy.metrics import LABELS, VALUES
 from posy.server_app.record import Record
 from posy.words import title
 
@@ -43,8 +43,7 @@ def predict(run: str, client: str, files: Sequence[str], point: str = "", *, as_
     predictions = model.predict_all(samples)
     _warn(model, names, samples)
     if as_json:
-        target = model.preprocessing.task.target
-        _print_json([{"input": name, **_as_dict(p, target)} for name, p in zip(names, predictions, strict=True)])
+        _print_json([{"input": name, **_as_dict(p, model)} for name, p in zip(names, predictions, strict=True)])
         return
     heading = f"{title(model.client, model.site)}, {model.point} model of round {model.round}"
     if model.preprocessing.task.target == VALUES:
@@ -79,7 +78,7 @@ def route(run: str, files: Sequence[str], picture: Path | None = None, *, as_jso
         label = "probability of the client" if routed else "share of the votes"
         figures.heatmaps([figures.Panel(matrix, "", "", "", label, xticks=labels, yticks=names)], picture)
     if as_json and routed:
-        _print_json([{"input": name, "clients": a.clients, **_as_dict(a.prediction)} for name, a in pairs])
+        _print_json([{"input": name, "clients": a.clients, **_as_dict(a.prediction, first)} for name, a in pairs])
     elif as_json:
         _print_json([{"input": n, "class": a.prediction.label, "votes": a.prediction.probabilities} for n, a in pairs])
     elif routed:
@@ -109,10 +108,15 @@ def _warn(model: ClientModel, names: Sequence[str], samples: Sequence[Any]) -> N
 
 
 def _samples(files: Sequence[str], model: ClientModel) -> tuple[list[str], list[Any]]:
-    """Return the names and the contents of the samples in one or more files."""
-    pairs = [pair for word in files for pair in _read(word, model.preprocessing, model.settings.data)]
-    if not pairs:
-        raise DataError(f"{', '.join(files)}: no samples found; a table needs at least one row below its header")
+    """Return the names and the contents of the samples in one or more files, and warn about files without samples."""
+    pairs_by_file = [(word, [*_read(word, model.preprocessing, model.settings.data)]) for word in files]
+    empty = [word for word, pairs in pairs_by_file if not pairs]
+    reason = "no samples found; a table needs at least one row below its header"
+    if len(empty) == len(files):
+        raise DataError(f"{', '.join(files)}: {reason}")
+    for word in empty:
+        print(f"posy: warning: {word}: {reason}", file=sys.stderr)
+    pairs = [pair for _, file_pairs in pairs_by_file for pair in file_pairs]
     return [name for name, _ in pairs], [sample for _, sample in pairs]
 
 
@@ -192,11 +196,14 @@ def _shares(shares: Mapping[str, float]) -> str:
     return ", ".join(texts[:MOST]) + ", …" * (len(texts) > MOST)
 
 
-def _as_dict(prediction: Any, target: str = CLASSES) -> dict[str, Any]:
+def _as_dict(prediction: Any, model: ClientModel) -> dict[str, Any]:
+    """Return a model's prediction as JSON: its class, its list of labels, or its values."""
+    target = model.preprocessing.task.target
     if target == VALUES:
         return {"values": prediction}
     if target == LABELS:
-        return {"labels": prediction.label, "probabilities": prediction.probabilities}
+        labels = model.predicted_labels(prediction.probabilities)
+        return {"labels": labels, "probabilities": prediction.probabilities}
     return {"class": prediction.label, "probabilities": prediction.probabilities}
 
 

@@ -367,6 +367,39 @@ def test_predict_prints_classes_and_probabilities(
     assert capsys.readouterr().out.count("x.npy [") == 3
 
 
+@pytest.mark.parametrize("command", [["predict", "RUN", "0"], ["route", "RUN"]])
+def test_a_file_without_samples_causes_a_warning(
+    command: list[str], make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run(None, make_config("fedavg", num_server_rounds=1)).directory.path
+    header, table, array = tmp_path / "header.csv", tmp_path / "rows.csv", tmp_path / "empty.npy"
+    header.write_text("a;b;c;d;e;f\n")
+    table.write_text("a,b,c,d,e,f\n0,1,2,3,4,5\n")
+    np.save(array, np.zeros((0, 6)))
+    words = [str(path) if word == "RUN" else word for word in command]
+    capsys.readouterr()
+    assert cli.main([*words, str(header), str(table), str(array), "--json"]) == 0
+    captured = capsys.readouterr()
+    assert [entry["input"] for entry in json.loads(captured.out)] == [f"{table} row 2"]
+    for empty in (header, array):
+        assert f"posy: warning: {empty}: no samples found" in captured.err
+    assert f"warning: {table}:" not in captured.err
+
+
+def test_labels_are_a_list_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "t.csv"
+    rows = [f"{a:.3f},{b:.3f},{int(a > 0)},{int(b > 0)}" for a, b in np.random.default_rng(0).normal(size=(60, 2))]
+    table.write_text("\n".join(["a,b,pain,fever", *rows]))
+    settings = {"dataset": str(table), "task": "multi-label", "label-column": "fever,pain", "partition": "iid"}
+    settings |= {"num-clients": 2, "num-server-rounds": 8, "local-epochs": 5, "lr": 0.5, "model": "linear"}
+    path = run(None, {**settings, "method": "fedavg", "output-dir": str(tmp_path), "device": "cpu"}).directory.path
+    new = tmp_path / "new.csv"
+    new.write_text("a,b\n9,9\n-9,9\n-9,-9\n")
+    capsys.readouterr()
+    assert cli.main(["predict", str(path), "0", str(new), "--json"]) == 0
+    assert [entry["labels"] for entry in json.loads(capsys.readouterr().out)] == [["fever", "pain"], ["fever"], []]
+
+
 @pytest.mark.parametrize("method", ["feddrm", "fedavg"])
 def test_route_prints_classes_and_shares(
     method: str, make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
