@@ -35,7 +35,7 @@ def run(**settings: "Scalar") -> "Record":
     Returns
     -------
     Record
-        The record, as returned by :func:`load`. Its ``strategy`` also holds the server's state.
+        The record, as returned by :func:`load`. Its ``strategy`` also holds the server's state, except with ``folds``.
 
     Raises
     ------

@@ -67,7 +67,7 @@ class Record:
     path : Path
         The run's folder.
     strategy : PersonalisedStrategy or None
-        The server's strategy, if the run took place in this process.
+        The server's strategy, if the run took place in this process and has no folds.
     """
 
     def __init__(self, path: Path, strategy: PersonalisedStrategy | None = None) -> None:
@@ -103,7 +103,10 @@ class Record:
 
     @cached_property
     def rounds(self) -> "DataFrame":
-        """The rows of ``rounds.jsonl``, with nested keys joined as in ``served_accuracy_mean``."""
+        """The rows of ``rounds.jsonl``, with nested keys joined as in ``served_accuracy_mean``.
+
+        A run with folds has no rounds; each fold's folder has its own.
+        """
         import pandas as pd  # noqa: PLC0415 - takes half a second
 
         lines = self._file("rounds.jsonl").read_text(encoding="utf-8").splitlines()
@@ -111,7 +114,10 @@ class Record:
 
     @cached_property
     def clients(self) -> "DataFrame":
-        """The rows of ``clients.csv``, one per client and round; ``partition`` is the client."""
+        """The rows of ``clients.csv``, one per client and round; ``partition`` is the client.
+
+        A run with folds has one row per client, whose scores cover the test samples of all finished folds.
+        """
         import pandas as pd  # noqa: PLC0415
 
         return pd.read_csv(self._file("clients.csv"), dtype={"chosen": str, "site": str})
@@ -206,8 +212,27 @@ class Record:
 
     @property
     def models(self) -> Path:
-        """The folder that contains the models."""
-        return self.path / "models" if (self.path / CONFIG).is_file() else self.path
+        """The folder that contains the models; :class:`SettingsError` for a run with folds, which has several."""
+        if self._has_folds and self.settings.get("save-models", True):
+            raise SettingsError(f"{self.path} has no clients' models: {self._of_each_fold('models')}")
+        return self.path / "models" if self._is_on_server else self.path
+
+    @property
+    def _is_on_server(self) -> bool:
+        """Whether the folder contains the server's files of a run, rather than models on a node."""
+        return (self.path / CONFIG).is_file()
+
+    @property
+    def _has_folds(self) -> bool:
+        """Whether the run is a cross-validation, whose folds are runs in folders of this folder."""
+        return self._is_on_server and self.settings.get("folds", 0) > 1 and not self.settings.get("fold", 0)
+
+    def _of_each_fold(self, content: str) -> str:
+        """Return the reason why a run with folds lacks some content, and the remedy."""
+        folders = sorted(path for path in self.path.glob("fold-*") if path.is_dir())
+        if not folders:
+            return "no fold has started"
+        return f"each fold of the run has its own {content}; use the folder of a fold, such as {folders[0]}"
 
     @cached_property
     def _files(self) -> dict[int, Path]:
@@ -216,9 +241,7 @@ class Record:
         files = {int(number): path for number, path in numbered_paths if number.isdecimal()}
         if files:
             return dict(sorted(files.items()))
-        if folds := sorted(path for path in self.path.glob("fold-*") if path.is_dir()):
-            reason = f"each fold of the run has its own models; use the folder of a fold, such as {folds[0]}"
-        elif not self.settings.get("save-models", True):
+        if not self.settings.get("save-models", True):
             reason = "the run had save-models = false"
         elif (self.models / "server.safetensors").is_file():
             reason = (
@@ -241,15 +264,26 @@ class Record:
 
     def _members(self) -> list[int]:
         """Return the clients that took part in the last round and whose models are stored."""
+        stored = self._files.keys()
         if not len(self.clients):
             raise SettingsError(f"{self.path} has no finished round")
         last_rows = self.clients[self.clients["round"] == self.clients["round"].max()]
-        members = set(last_rows[last_rows["n_train"].notna()]["partition"]) & self._files.keys()
+        members = set(last_rows[last_rows["n_train"].notna()]["partition"]) & stored
         return sorted(members)
 
     def _file(self, name: str) -> Path:
         """Return the path of a file in the run's record, or raise :class:`SettingsError` if it does not exist."""
         path = self.path / name
-        if not path.is_file():
-            raise SettingsError(f"{path} does not exist: this file is in the run's folder on the server")
-        return path
+        if path.is_file():
+            return path
+        if not self._is_on_server:
+            reason = "this file is in the run's folder on the server"
+        elif not self._has_folds:
+            reason = "no round of the run has finished"
+        elif name == "rounds.jsonl":
+            reason = self._of_each_fold("rounds")
+        elif self.settings["secure-aggregation"]:
+            reason = "with secure-aggregation, the server knows only sums of the clients' scores"
+        else:
+            reason = "no fold of the run has finished"
+        raise SettingsError(f"{path} does not exist: {reason}")

@@ -317,11 +317,54 @@ def test_an_unknown_client_is_an_error(client: str, finished: Record) -> None:
         finished.predictor(client)
 
 
-def test_a_run_with_folds_refers_to_the_models_of_its_folds(make_config: MakeConfig) -> None:
+def test_a_run_with_folds_refers_to_its_folds(make_config: MakeConfig) -> None:
     path = run(None, make_config("fedavg", partition="iid", folds=2, num_server_rounds=1)).record().path
-    with pytest.raises(SettingsError, match=re.escape(str(path / "fold-1"))):
-        Record.find(path).predictor(0)
-    assert Record.find(path / "fold-1").predictor(0).client == 0
+    record = Record.find(path)
+    in_folds: list[tuple[str, Callable[[], Any]]] = [
+        ("rounds", lambda: record.rounds),
+        ("models", lambda: record.models),
+        ("models", lambda: record.names),
+        ("models", lambda: record.predictor(0)),
+        ("models", lambda: record.route([[0.0] * 6])),
+    ]
+    for content, read in in_folds:
+        with pytest.raises(SettingsError, match=f"has its own {content}.*{re.escape(str(path / 'fold-1'))}"):
+            read()
+    assert record.settings["folds"] == 2 and len(record.summary["runs"]) == 2
+    assert len(record.clients) == 4 and record.clients["n_test"].sum() == record.summary["pooled"]["served"]["samples"]
+    fold = Record.find(path / "fold-1")
+    assert fold.predictor(0).client == 0 and len(fold.rounds) == 1 and len(fold.route([[0.0] * 6])) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "attribute", "message"),
+    [
+        ({"secure_aggregation": True}, "clients", "the server knows only sums"),
+        ({"save_models": False}, "names", "the run had save-models = false"),
+    ],
+)
+def test_a_run_with_folds_states_what_it_lacks(
+    settings: dict[str, Any], attribute: str, message: str, make_config: MakeConfig
+) -> None:
+    config = make_config("fedavg", partition="iid", folds=2, num_server_rounds=1, **settings)
+    with pytest.raises(SettingsError, match=message):
+        getattr(run(None, config).record(), attribute)
+
+
+def test_an_interrupted_run_states_that_nothing_has_finished(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LocalRun, "train", interrupt)
+    for name, folds, unit in (("single", 0, "round"), ("cv", 2, "fold")):
+        config = make_config("fedavg", partition="iid", folds=folds, num_server_rounds=1) | {"run-name": name}
+        with pytest.raises(KeyboardInterrupt):
+            run(None, config)
+        record = Record.find(Path(config["output-dir"]) / name)
+        with pytest.raises(SettingsError, match=rf"clients\.csv does not exist: no {unit} of the run has finished"):
+            _ = record.clients
 
 
 def test_a_point_without_a_stored_model_is_an_error(make_config: MakeConfig) -> None:
