@@ -24,10 +24,11 @@ from typing import Any, Self
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.common.logger import log
 
-from posy.client_app.node_config import AUDIT, AUDIT_NAME
+from posy.client_app.node_config import AUDIT, AUDIT_NAME, node_settings
 from posy.flower import PING, ClientAppCallable, entries_of
 from posy.folding import unfolded
 from posy.paths import absolute
+from posy.settings import NodeConfigError
 from posy.strategies.run_settings import name_of
 from posy.words import one_line
 
@@ -40,6 +41,10 @@ MAX_NAMES, MAX_TEXT = 40, 100
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+-]{0,59}")
 """Pattern of the names that the log shows. Other names are hidden, because custom code could put data into them."""
 RECOVERED, GAP, RUN_BEGIN = "recovered", "gap", "run-begin"
+NODE_SETTINGS = "node-settings"
+"""The key of the settings of local training that the node config chooses."""
+BEGIN = ("time", "node", "run", "name", "submitter", "signers", "code", "settings", NODE_SETTINGS)
+"""The facts in the first event of a run."""
 NOTES = "_posy_audit"
 """The attribute of Flower's context that holds the notes on a message."""
 
@@ -368,7 +373,7 @@ def record(audit_log: AuditLog, message: Message, context: Context, outcome: Mes
     """
     try:
         event = event_of(message, context, outcome)
-        begin = {key: event[key] for key in ("time", "node", "run", "name", "submitter", "signers", "code", "settings")}
+        begin = {key: event[key] for key in BEGIN if key in event}
         is_first = not audit_log.has_begun(event["run"])
         audit_log.append(*([{**begin, "event": RUN_BEGIN}] if is_first else []), event)
     except (OSError, ValueError) as error:
@@ -392,6 +397,7 @@ def event_of(message: Message, context: Context, outcome: Message | Exception | 
         "signers": [one_line(str(signer), MAX_TEXT) for signer in notes.get("signers", ())][:MAX_NAMES],
         "code": one_line(str(notes.get("code", "")), MAX_TEXT),
         "settings": digest,
+        **_chosen_in(context.node_config),
         "type": _type_of(message, config),
         "round": _number(config.get("server-round", message.metadata.group_id)),
         "client": _number(config.get("client")),
@@ -435,6 +441,15 @@ def _settings_in(text: str) -> tuple[str, str]:
     except (ValueError, AttributeError, RecursionError):
         name = ""
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest(), name
+
+
+def _chosen_in(node_config: Mapping[str, Any]) -> dict[str, dict[str, int | float]]:
+    """Return the settings of local training in a node config as an entry of an event; empty without such settings."""
+    try:
+        chosen = dict(node_settings(node_config))
+    except NodeConfigError:  # the node refuses the message
+        return {}
+    return {NODE_SETTINGS: chosen} if chosen else {}
 
 
 def _type_of(message: Message, config: Mapping[str, Any]) -> str:

@@ -7,13 +7,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from posy.client_app.audit import AuditLog, Checked, Head, contains
+from posy.client_app.audit import NODE_SETTINGS, AuditLog, Checked, Head, contains
 from posy.client_app.node_config import AUDIT_NAME
 from posy.listing import print_table
 from posy.server_app.progress import size
 from posy.settings import SettingsError
 
-COLUMNS = ("event", "time", "node", "run", "submitter", "message", "round", "client", "sent", "bytes", "decision")
+CHOSEN = "node settings"
+COLUMNS = (
+    "event", "time", "node", "run", "submitter", CHOSEN, "message", "round", "client", "sent", "bytes", "decision"
+)  # fmt: skip
+"""The columns of the table. A log of a node without settings has no column for them."""
 BROKEN = 1
 """Exit status if the chain is broken, or if the log does not contain the events of an anchor."""
 
@@ -47,7 +51,9 @@ def show(path: Path, run: str, since: str, anchor: str, *, as_json: bool) -> int
         for event in events:
             print(json.dumps(event))
     elif events:
-        print_table(f"audit log {log.path}", COLUMNS, [_row(event) for event in events])
+        cells = [_cells(event) for event in events]
+        columns = [name for name in COLUMNS if name != CHOSEN or any(row[CHOSEN] for row in cells)]
+        print_table(f"audit log {log.path}", columns, [[_printable(row[name]) for name in columns] for row in cells])
     return _report(log, checked, anchor_head, stream=sys.stderr if as_json else sys.stdout)
 
 
@@ -109,17 +115,18 @@ def _is_wanted(event: Mapping[str, Any], run: str, first: datetime | None) -> bo
     return first is None or datetime.fromisoformat(event["time"]) >= first
 
 
-def _row(event: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return an event's table cells without unprintable characters, because some strings come from the server."""
+def _cells(event: Mapping[str, Any]) -> dict[str, str]:
+    """Return an event's table cells, keyed by column. Some of their strings come from the server."""
     sent_records = event.get("sent", {})
     total = sum(record["bytes"] for record in sent_records.values())
     decision = event.get("decision", event["event"]) + (f" ({event['error']})" if "error" in event else "")
-    cells = {
+    return {
         "event": str(event["number"]),
         "time": event["time"][:19].replace("T", " "),
         "node": event.get("node", ""),
         "run": event.get("name") or event.get("run", ""),
         "submitter": event.get("submitter", ""),
+        CHOSEN: " ".join(f"{key}={value}" for key, value in event.get(NODE_SETTINGS, {}).items()),
         "message": event.get("type", event["event"]),
         "round": _text(event.get("round")),
         "client": _text(event.get("client")),
@@ -127,7 +134,6 @@ def _row(event: Mapping[str, Any]) -> tuple[str, ...]:
         "bytes": size(total) if sent_records else "",
         "decision": decision,
     }
-    return tuple(_printable(cells[column]) for column in COLUMNS)
 
 
 def _describe(sent_records: Mapping[str, Any]) -> Iterator[str]:

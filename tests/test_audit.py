@@ -386,6 +386,23 @@ def test_refusals_and_errors_omit_their_text(audit_log: AuditLog) -> None:
     assert b"Patient" not in audit_log.path.read_bytes()
 
 
+def test_events_list_the_settings_that_the_node_has_chosen(
+    audit_log: AuditLog, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The node config may contain numbers or text, and its values may change when the node restarts."""
+    chosen: list[dict[str, Any]] = [{"local-epochs": "2", "lr": "1e-2"}, {"local-epochs": 3}, {"local-epochs": "x"}, {}]
+    for config in chosen:
+        request_message = message(settings=SETTINGS, client=2, server_round=3)
+        record(audit_log, request_message, context(name="site-a", **config), reply_to(request_message))
+    events = audit_log.check().events
+    first = {"local-epochs": 2, "lr": 0.01}
+    assert [event.get("node-settings") for event in events] == [first, first, {"local-epochs": 3}, None, None]
+    assert cli.main(["audit", str(audit_log.path)]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "submitter node settings message" in lines[1]
+    assert "local-epochs=2 lr=0.01 train 3 2" in lines[3] and "local-epochs=3 train 3 2" in lines[4]
+
+
 def test_untrusted_names_and_control_characters_are_removed(audit_log: AuditLog) -> None:
     request_message = message(run="evil\x1b[2J\nname")
     content = RecordDict({"Patient A0": MetricRecord({"age=86, sbp=167": 1.0, "x" * 61: 2.0, "fine": 3.0})})
