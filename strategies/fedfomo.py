@@ -111,8 +111,10 @@ class FedFomoSettings(MethodSettings, robust="its server passes individual model
     )
     epsilon_decay: float = setting(
         0.05,
-        "amount by which epsilon decreases in each round, down to 0",
-        source="the authors' README, --client_weight_epsilon_decay 0.05",
+        "amount by which epsilon decreases in each round, down to 0; the first models that clients receive, in round "
+        "2, are drawn with fedfomo-epsilon - fedfomo-epsilon-decay",
+        source="the authors' README, --client_weight_epsilon_decay 0.05; client.py: epsilon - epoch * epsilon_decay, "
+        "with epochs from 0, in the first of which clients receive no models",
         needs="fedfomo-models > 0 and fedfomo-epsilon > 0",
         minimum=0,
         maximum=1,

@@ -8,7 +8,7 @@ import torch
 
 from posy.client_app.workspace import Workspace
 from posy.randomness import model_seed
-from posy.strategies import schedule
+from posy.strategies import fedfomo, schedule
 from posy.strategies.cfl import nearest_side, split
 from posy.strategies.confree import guidance, sequential_guidance
 from posy.strategies.fedamp import farthest, message_weights
@@ -165,6 +165,19 @@ def test_fedfomo_epsilon_decays(make_strategy: Any, update: Any) -> None:
             strategy.aggregate(server_round, updates)
             first.add(int(strategy.sent[0, 0]))
     assert firsts == {1: {1, 2, 3}, 6: {2}}
+
+
+@pytest.mark.parametrize(("server_round", "epsilon"), [(2, 0.7), (3, 0.4), (5, 0.0)])
+def test_fedfomo_draws_the_models_of_a_round_with_the_epsilon_of_the_program(
+    server_round: int, epsilon: float, make_strategy: Any, update: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program counts epochs from 0: epsilon - epoch * decay. No client receives models in epoch 0, here round 1."""
+    drawn: list[float] = []
+    monkeypatch.setattr(fedfomo, "chosen", lambda _a, _c, epsilon, _g: drawn.append(epsilon) or [])
+    strategy = make_strategy("fedfomo", model="linear", fedfomo_epsilon=1.0, fedfomo_epsilon_decay=0.3)
+    shapes = strategy.exchange.expected_shapes(0)
+    strategy.aggregate(server_round - 1, [update(0, {name: np.zeros(shape) for name, shape in shapes.items()})])
+    assert drawn == pytest.approx([epsilon] * 4)
 
 
 def test_fedfomo_update_norm_is_relative_to_the_training_start(make_config: Any, federate: Any) -> None:
