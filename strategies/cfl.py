@@ -28,7 +28,7 @@ from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.fedacs import cosine_similarity
 from posy.strategies.newcomers import NewcomerPhase
 from posy.strategies.replies import Update, mean_of, num_examples, stacked, weighted_mean
-from posy.strategies.settings import MethodSettings, training_clients
+from posy.strategies.settings import MethodSettings, cohort_size, training_clients
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture
@@ -128,7 +128,7 @@ class CFLSettings(
             bound = "cfl-eps1 = 0" if not self.eps1 else "cfl-eps1 has no effect with cfl-gamma-max = 1"
             return (f"{bound}: no cluster can split, so the run is equivalent to FedAvg",)
         run, members = settings.run, training_clients(settings)
-        if math.ceil(run.fraction_train * members - 1e-9) >= members:
+        if cohort_size(settings, last_round=True) == members:
             return ()
         return (
             "a cluster splits only when all its clients reply in one round, and fraction-train = "

@@ -1,13 +1,12 @@
 """Sample each round's clients using only the settings, so that the server and the clients agree on them."""
 
-import math
 from collections import Counter
 from functools import lru_cache
 
 from posy.randomness import numpy_generator
 from posy.settings import SettingsError
 from posy.strategies.run_settings import RunSettings
-from posy.strategies.settings import Settings, training_clients
+from posy.strategies.settings import Settings, cohort_size, training_clients
 
 
 @lru_cache(maxsize=64)
@@ -42,9 +41,9 @@ def cohort_of(settings: Settings, server_round: int) -> list[int]:
     run, members = settings.run, members_of(settings)
     if settings.method.pools_data:
         return list(members[:1])
-    if run.fraction_train >= 1 or takes_all(run, server_round):
+    size = cohort_size(settings, last_round=takes_all(run, server_round))
+    if size == len(members):
         return list(members)
-    size = max(1, math.ceil(run.fraction_train * len(members) - 1e-9))
     generator = numpy_generator(run.seed, "cohort", server_round)
     return sorted(generator.choice(members, size, replace=False).tolist())
 

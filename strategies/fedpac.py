@@ -22,7 +22,7 @@ from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.prototypes import check_class_counts, class_counts, mean_prototypes
 from posy.strategies.replies import BadReplyError, Update, mean_of, num_examples, stacked, weighted_mean
-from posy.strategies.settings import MethodSettings
+from posy.strategies.settings import MethodSettings, cohort_size
 from posy.strategies.simplex import minimise_on_simplex
 
 if TYPE_CHECKING:
@@ -132,8 +132,7 @@ class FedPACSettings(
 
     def notices(self, settings: "Settings", network: Architecture) -> tuple[str, ...]:
         """Warn if no round has two or more heads to combine."""
-        run, clients = settings.run, settings.data.num_clients
-        if clients > 1 and run.fraction_train * (1 - run.holdout_clients) * clients > 1:
+        if cohort_size(settings, last_round=True) > 1:
             return ()
         return (
             "only one client trains in each round, so no heads are combined: the run is equivalent to FedRep with "

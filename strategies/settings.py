@@ -1,6 +1,7 @@
 """The settings of a run and the base class of a method's settings, from which server and clients build the network."""
 
 import json
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,14 @@ def training_clients(settings: "Settings") -> int:
     clients = settings.data.num_clients
     newcomers = max(1, round(settings.run.holdout_clients * clients)) if settings.run.holdout_clients else 0
     return clients - min(newcomers, clients - 1)
+
+
+def cohort_size(settings: "Settings", *, last_round: bool = False) -> int:
+    """Return the number of clients that train in a round, or with ``last_round`` in the last one."""
+    clients, run = training_clients(settings), settings.run
+    if last_round and run.full_last_round:
+        return clients
+    return min(clients, max(1, math.ceil(run.fraction_train * clients - 1e-9)))
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(setting,))

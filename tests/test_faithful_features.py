@@ -67,8 +67,15 @@ def test_fedpac_trains_the_head_with_fedpac_head_lr(head_lr, rate, make_client):
 
 
 def test_fedpac_warns_if_one_client_trains_per_round(make_config, federate, warnings):
-    federate(make_config("fedpac", fraction_train=0.25, num_server_rounds=1))
-    assert "fedpac: only one client trains in each round" in warnings.text
+    for settings in ({}, {"holdout_clients": 0.25}, {"holdout_clients": 0.1}):
+        federate(make_config("fedpac", fraction_train=0.25, num_server_rounds=1, **settings))
+        assert "fedpac: only one client trains in each round" in warnings.text
+        warnings.clear()
+    for settings in ({"fraction_train": 0.3}, {"fraction_train": 0.5, "holdout_clients": 0.25}):
+        done = federate(make_config("fedpac", num_server_rounds=1, **settings))
+        assert len(done.records[0].cohort) == 2 and "only one client" not in warnings.text
+    federate(make_config("fedpac", fraction_train=0.25, full_last_round=True, num_server_rounds=2))
+    assert "only one client" not in warnings.text
     warnings.clear()
     federate(make_config("fedpac", num_server_rounds=1))
     assert "no heads are combined" not in warnings.text
