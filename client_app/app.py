@@ -1,12 +1,14 @@
 """The ClientApp, which passes Flower's messages to the method's NumPyClient and packs the replies."""
 
 import json
+from logging import WARNING
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.common.logger import log
 
 from posy.client_app import secure_aggregation
 from posy.client_app.audit import record_reply
@@ -32,6 +34,7 @@ from posy.client_app.state import ContextStore, DirectoryStore, MissingStateErro
 from posy.client_app.workspace import DEFAULT_POLICY, Workspace
 from posy.data.errors import DataError
 from posy.data.policy import Policy
+from posy.extensions import key_prefix
 from posy.flower import (
     PING,
     content_of,
@@ -48,7 +51,7 @@ from posy.forked import Parcel
 from posy.paths import absolute
 from posy.settings import SettingsError
 from posy.strategies.arrays import Arrays
-from posy.strategies.client_settings import report_of
+from posy.strategies.client_settings import method_notices, report_of
 from posy.strategies.masking import Words
 from posy.strategies.secure_aggregation import EVALUATION, STATISTICS, TRAINING
 
@@ -102,10 +105,21 @@ def query(message: Message, context: Context) -> Message:
             check_run(workspace)
         description = enrol(workspace, context) if workspace.of_sites else hosted(workspace, context)
         _ = workspace.criterion  # raises an error for an invalid loss function before the first round
+        _warn_about_node_settings(workspace)
         if fingerprint := workspace.architecture.fingerprint:
             description["fixed-tensors"] = fingerprint
     description["versions"] = [f"{name} {version}" for name, version in versions().items()]
     return Message(RecordDict({"config": ConfigRecord(description)}), reply_to=message)
+
+
+def _warn_about_node_settings(workspace: Workspace) -> None:
+    """Log the method's warnings that only the settings in the node config cause, which the server may not see."""
+    if not workspace.node_settings:
+        return
+    settings, source = workspace.settings, {"the node config": workspace.node_settings}
+    shared = method_notices(settings, workspace.architecture)
+    for notice in method_notices(settings, workspace.architecture, source)[len(shared) :]:
+        log(WARNING, "%s: %s", key_prefix(settings.run.method), notice)
 
 
 def masked_statistics(message: Message, context: Context, policy: Policy | None) -> Words:

@@ -20,6 +20,7 @@ from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
 from posy.settings import SettingsError
 from posy.strategies import schedule
+from posy.strategies.client_settings import method_notices, settings_in
 from posy.strategies.cohorts import members_of, newcomers_of
 from posy.strategies.exchange import Exchange
 from posy.strategies.hooks import ServerHooks
@@ -35,6 +36,7 @@ from posy.strategies.replies import (
 from posy.strategies.rounds import Rounds
 from posy.strategies.server_state import check_state
 from posy.strategies.settings import Settings
+from posy.words import title
 
 
 class PersonalisedStrategy(ServerHooks, Strategy):
@@ -133,7 +135,11 @@ class PersonalisedStrategy(ServerHooks, Strategy):
         method = key_prefix(self.settings.run.method)
         log(INFO, "Starting %s: rounds %s to %s", method, self.resumed_after + 1, num_rounds)
         self.summary()
-        for notice in self.method.notices(self.settings, self.architecture):
+        chosen = {
+            f"node config of {title(client, info.name)}": settings_in(info.node_settings)
+            for client, info in sorted(self.clients.items())
+        }
+        for notice in method_notices(self.settings, self.architecture, chosen):
             log(WARNING, "%s: %s", method, notice)
         for notice in schedule.notices(self.settings, num_rounds, self.rounds.cohort):
             log(WARNING, "%s", notice)

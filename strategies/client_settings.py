@@ -6,16 +6,23 @@ A node's values are set in its node config. The run accepts values within the bo
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from posy.paths import absolute
 from posy.settings import Scalar, SettingsError, as_config, build, quoted, settings_of
 from posy.strategies.run_settings import TrainSettings
 from posy.yaml12 import parse, read_yaml
 
+if TYPE_CHECKING:
+    from posy.models.architecture import Architecture
+    from posy.strategies.settings import Settings
+
 KEYS = ("local-epochs", "local-steps", "batch-size", "lr")
 """The settings that can differ between clients."""
+MOST_SOURCES = 5
+"""Maximum number of clients that a warning names."""
 NOT_SHARED = "not shared"
 """The report of a node that has its own settings, but whose policy does not allow the server to see them."""
 NodeSettings = tuple[tuple[str, int | float], ...]
@@ -106,6 +113,41 @@ def _train_settings(train: TrainSettings, client: int, name: str, node_settings:
     return build(
         TrainSettings, {**as_config(train), **layered(content.get(str(client), {}), by_name, dict(node_settings))}
     )
+
+
+def method_notices(
+    settings: "Settings", network: "Architecture", chosen: Mapping[str, NodeSettings] | None = None
+) -> list[str]:
+    """Return the method's warnings about the run's settings, and about the settings of single clients.
+
+    Parameters
+    ----------
+    settings : Settings
+        The settings of the run.
+    network : Architecture
+        The network that clients train.
+    chosen : mapping of str to tuple, optional
+        The settings of nodes, keyed by their source, such as ``node config of site-a``.
+    """
+    shared = list(settings.method.notices(settings, network))
+    entries: dict[str, Mapping[str, Any]] = {
+        f"client-settings, client {client}": entry
+        for client, entry in json.loads(settings.train.client_settings or "{}").items()
+    }
+    entries |= {source: dict(node_settings) for source, node_settings in (chosen or {}).items()}
+    sources: dict[str, list[str]] = {}
+    for source, entry in entries.items():
+        train = build(TrainSettings, {**as_config(settings.train), **layered(entry)})
+        for notice in settings.method.notices(replace(settings, train=train), network):
+            if notice not in shared:
+                sources.setdefault(notice, []).append(source)
+    return shared + [f"{'; '.join(shortened(where))}: {notice}" for notice, where in sources.items()]
+
+
+def shortened(sources: Sequence[str]) -> list[str]:
+    """Return the first sources, and the number of further ones."""
+    further = len(sources) - MOST_SOURCES
+    return [*sources[:MOST_SOURCES], *([f"{further} more"] if further > 0 else [])]
 
 
 def check_clients(train: TrainSettings, num_clients: int, names: Sequence[str] | None = ()) -> None:
@@ -240,3 +282,11 @@ def read_report(report: Any, client_bounds: str) -> str:
         raise SettingsError(f"its report of the settings in its node config is malformed: {error}") from error
     check_allowed(tuple(pairs), client_bounds)
     return " ".join(f"{key}={value}" for key, value in pairs)
+
+
+def settings_in(report: str) -> NodeSettings:
+    """Return the settings in the result of :func:`read_report`; empty if the node does not share them."""
+    if report in ("", NOT_SHARED):
+        return ()
+    pairs = (pair.split("=") for pair in report.split())
+    return tuple((key, number(key, value, "its report")) for key, value in pairs)

@@ -70,6 +70,24 @@ def test_an_unknown_client_is_refused(make_config: MakeConfig) -> None:
         run(None, make_config("fedavg", client_settings='{"7": {"lr": 0.1}}'))
 
 
+def test_a_method_warns_about_the_settings_of_single_clients(
+    make_config: MakeConfig, federate: Callable[..., Any], warnings: pytest.LogCaptureFixture
+) -> None:
+    """A mini-batch of Per-FedAvg needs two samples; the run's batch-size is 8."""
+
+    def small_batches() -> set[str]:
+        return {text for record in warnings.records if "a mini-batch has fewer" in (text := record.getMessage())}
+
+    entries = {"1": {"batch-size": 1}, "2": {"lr": 0.1}, "3": {"batch-size": 1}}
+    federate(make_config("per-fedavg", client_settings=json.dumps(entries), num_server_rounds=1))
+    (notice,) = small_batches()
+    assert notice.startswith("per-fedavg: client-settings, client 1; client-settings, client 3: batch-size = 1: ")
+    warnings.clear()
+    federate(make_config("per-fedavg", batch_size=1, client_settings=json.dumps(entries), num_server_rounds=1))
+    (notice,) = small_batches()
+    assert notice.startswith("per-fedavg: batch-size = 1: ")
+
+
 def test_the_number_of_a_group_is_not_mistaken_for_a_client() -> None:
     names = ["group 1", "group 10", "group 2", "other"]
     for client, accepted in {"group 10": True, "0": True, "1": False, "2": True, "3": True}.items():

@@ -253,6 +253,21 @@ def test_the_policy_can_withhold_the_values(
         assert str(value) not in reason
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_method_warns_about_the_settings_of_a_node(
+    shared: bool, sites: dict[str, Config], train: Callable[..., Recorder], tmp_path: Path,
+    warnings: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """The node knows its settings; the server knows them only if the policy lets the site share them."""
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(f"share-settings: {str(shared).lower()}\nmin-rows: 2\n")
+    sites["site-b"] |= {"batch-size": 2, "policy": str(policy)}
+    train(sites, method="per-fedavg", per_fedavg_hessian="hf", batch_size=8, client_bounds="batch-size: 1..8")
+    text = "batch-size = 2: a mini-batch has fewer samples"
+    assert f"per-fedavg: the node config: {text}" in warnings.text
+    assert (f"per-fedavg: node config of site-b (client 1): {text}" in warnings.text) == shared
+
+
 def test_the_policy_applies_to_the_resulting_values() -> None:
     policy = Policy(min_rows=10, max_local_epochs=5)
     values = {"dataset": "sites", "batch-size": 4, "client-settings": '{"0": {"batch-size": 3}}'}
