@@ -53,6 +53,7 @@ from posy.settings import SettingsError
 from posy.strategies.arrays import Arrays
 from posy.strategies.client_settings import method_notices, report_of
 from posy.strategies.masking import Words
+from posy.strategies.run_settings import DELIVERY
 from posy.strategies.secure_aggregation import EVALUATION, STATISTICS, TRAINING
 
 Result = tuple[Any, int, dict[str, Any]]
@@ -227,7 +228,8 @@ class Call:
         self._training = message.metadata.message_type == MessageType.TRAIN
         self._masking: secure_aggregation.Masking | None = None
         settings = self.workspace.settings
-        if settings.run.secure_aggregation or TRUSTED in context.node_config:
+        self._delivery = not self._training and bool(self._config.get(DELIVERY))
+        if not self._delivery and (settings.run.secure_aggregation or TRUSTED in context.node_config):
             self._masking = secure_aggregation.Masking(
                 self._config,
                 message,
@@ -295,7 +297,8 @@ class Call:
         arrays, num_examples, metrics = result
         if self._policy:
             metrics = limited_scores(self._policy, metrics)
-        version = self._store.save(self.number, self._versions, state)
+        # A delivery follows the last round, so the state of the last round stays the client's state.
+        version = self._versions.start if self._delivery else self._store.save(self.number, self._versions, state)
         reply_arrays = (
             arrays if isinstance(arrays, dict) else {}
         )  # an evaluation without masks returns its loss instead

@@ -1,6 +1,8 @@
 """Handle a message on a client: the method trains or evaluates, then Posy scores the model and protects the reply."""
 
+import json
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from functools import cached_property
 from logging import WARNING
 from pathlib import Path
@@ -19,7 +21,7 @@ from posy.client_app.privacy import UnprotectedError, noised
 from posy.client_app.secure_aggregation import Masking
 from posy.client_app.state import StateError
 from posy.client_app.training.work import Split, TrainingDivergedError, advice_on_divergence
-from posy.metrics import metrics_for
+from posy.metrics import METRICS, metrics_for
 from posy.models.parameters import Layout
 from posy.predictions import write_predictions
 from posy.scores import Predictions, values_of
@@ -28,7 +30,16 @@ from posy.strategies.arrays import RETURNS, UNIFORM_WEIGHTS, Arrays, check_names
 from posy.strategies.masking import OutOfRangeError, Words
 from posy.strategies.privacy import BELOW
 from posy.strategies.replies import LOSS, Update
-from posy.strategies.run_settings import ALL_METRICS, CENTRAL, LOCAL, SAMPLE, UNIFORM, metric_of
+from posy.strategies.run_settings import (
+    ALL_METRICS,
+    CENTRAL,
+    DELIVERY,
+    LAST_ROUND,
+    LOCAL,
+    SAMPLE,
+    UNIFORM,
+    metric_of,
+)
 from posy.strategies.score_sums import ScoreSums
 from posy.strategies.secure_aggregation import MASKED
 
@@ -93,7 +104,7 @@ class LocalRun:
         if local is not None:
             if self.config.get("evaluate-local"):
                 metrics |= yield from self._scores("local", local)
-            self._save(local, "local")
+            self._save(local, "local", metrics)
         metrics |= {"samples": self.jobs.processed}
         arrays = self._named(update)
         if train.dp in (LOCAL, CENTRAL):
@@ -221,6 +232,21 @@ class LocalRun:
     def evaluate(self) -> Steps[Reply]:
         """Score the served model and, with ``evaluate-personal``, the local model on the client's test split.
 
+        With ``delivery``, the client stores its model, and the result contains nothing about the client.
+        """
+        if not self.config.get(DELIVERY):
+            return (yield from self._evaluated())
+        try:
+            yield from self._evaluated()
+        except TrainingDivergedError as error:
+            if not (self.settings.run.secure_aggregation or self.settings.train.withholds_scores):
+                raise
+            log(WARNING, "client %s has no final model: %s", self.client.client, error)  # an error would reveal this
+        return 0.0, 0, {}
+
+    def _evaluated(self) -> Steps[Reply]:
+        """Return the result of an evaluation.
+
         With secure aggregation, the result contains only masked words, instead of the loss and the metrics.
         """
         client = self.client
@@ -232,14 +258,14 @@ class LocalRun:
                 metrics["chosen"] = served.chosen
             metrics |= yield from self._scores("served", served)
             if self.method.point == "served":
-                self._save(served, "served", "served")
+                self._save(served, "served", metrics, "served")
         if client.personal_in_every_evaluation or self.config.get("evaluate-personal"):
             personal = yield from self._personal_model()
             if personal is not None:
                 best, point = personal, "local"
                 metrics |= yield from self._scores("local", personal)
             if best is not None:
-                self._save(best, point)
+                self._save(best, point, metrics)
         metrics |= {"samples": self.jobs.processed}
         if self.masking:
             if not client.personal_in_every_evaluation:  # the sum would cover only the clients that have a local model
@@ -293,9 +319,10 @@ class LocalRun:
             return [metric.name for metric in metrics_for(self.task.target, size)]
         return [metric_of(self.settings.run, self.task.target, size).name]
 
-    def _save(self, predictor: Predictor, point: str, file: str = "client") -> None:
+    def _save(self, predictor: Predictor, point: str, metrics: Mapping[str, Any], file: str = "client") -> None:
         """Write a model with its settings and preprocessing to the folder that ``save-models-to`` names, if any.
 
+        The file also contains the scores in ``metrics``, unrounded, because it stays with the client.
         ``client-<i>`` is the local model, or the served model if the client has no local model. ``served-<i>`` is the
         served model of a method whose ``point`` is ``served``.
         """
@@ -306,7 +333,10 @@ class LocalRun:
         path = Path(str(folder)) / f"{file}-{client.client}.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
         metadata = {"client": str(client.client), "site": str(self.config.get("site", "")), "round": str(client.round)}
-        metadata |= {"point": point, "chosen": predictor.chosen}
+        metadata |= {"point": point, "chosen": predictor.chosen, "final": str(bool(self.config.get(LAST_ROUND)))}
+        scores = {name: metrics[key] for name in (*METRICS, LOSS) if (key := f"{point}-{name}") in metrics}
+        metadata |= {"scores": json.dumps(scores), "num-test": str(len(client.data.y_test))}
+        metadata["time"] = datetime.now(UTC).isoformat(timespec="seconds")
         origin = {"settings": self.settings.to_json(), "preprocessing": client.workspace.preprocessing(client.client)}
         write_arrays(path, predictor.as_arrays(), metadata | origin)
 

@@ -17,6 +17,7 @@ from posy.strategies.registry import read_settings
 from posy.strategies.run_settings import RunSettings
 
 if TYPE_CHECKING:
+    from posy.server_app.final_models import Delivery
     from posy.server_app.folds import CrossValidation
     from posy.server_app.recorder import Recorder
 
@@ -75,7 +76,7 @@ def run_in_process(settings: Mapping[str, Any], where: str) -> int:
 
 def record_in_process(
     settings: Mapping[str, Any], where: str, begun: Callable[[Path], object] = lambda path: None
-) -> "Recorder | CrossValidation":
+) -> "Recorder | CrossValidation | Delivery":
     """Execute a run in this process and return its record; call ``begun`` with the run's directory once it exists."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -5,6 +5,8 @@ import shutil
 import sys
 from collections.abc import Callable
 
+from posy.server_app.progress import WITHOUT_MODEL_TITLE
+
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _RESULTS = re.compile(r"Results of this run: (.+)")
 _ROUND = re.compile(r"round +(\d+)/(\d+) ")
@@ -47,6 +49,8 @@ class RunLog:
         """Number of the last finished round in the log; 0 before the first round ends and after the last round ends."""
         self.reason = ""
         """Reason for the run's failure, if the log contains an error message for the user; otherwise empty."""
+        self.undelivered = False
+        """Whether the log lists clients to which the final model was not delivered."""
         self._verbose = verbose
         self._printing = True
         self._error: list[str] = []
@@ -96,6 +100,7 @@ class RunLog:
             self._hidden.clear()
             if not self._verbose:
                 self._print(match[0] + "\n")
+        self.undelivered |= plain.startswith(WITHOUT_MODEL_TITLE)
         if match := _REASON.match(plain):
             self.reason, self._explained = match[1].strip(), True
         return match is not None

@@ -22,9 +22,10 @@ from posy.data.settings import SITES
 from posy.flower import ErrorsOnOneLine, in_simulation
 from posy.metrics import VALUES
 from posy.server_app.central import central_test_of
-from posy.server_app.checkpoints import resumption
+from posy.server_app.checkpoints import Resumption, resumption
 from posy.server_app.delivery import PollingGrid
 from posy.server_app.federation import Federation
+from posy.server_app.final_models import Delivery
 from posy.server_app.fold_runs import FoldRun
 from posy.server_app.folds import CrossValidation, cross_validation, interrupted
 from posy.server_app.grids import WaveGrid
@@ -80,7 +81,7 @@ def run(
     where: str = "the run config",
     begun: Callable[[Path], object] = lambda path: None,
     status: RunStatus | None = None,
-) -> Recorder | CrossValidation:
+) -> Recorder | CrossValidation | Delivery:
     """Run an experiment on a grid; if ``folds`` is set but ``fold`` is not, run one experiment for each fold.
 
     Parameters
@@ -166,7 +167,7 @@ def _run(
     stored: StoredRun | None,
     begun: Callable[[Path], object],
     status: RunStatus | None,
-) -> Recorder:
+) -> Recorder | Delivery:
     """Run an experiment with checked settings; see :func:`run`."""
     changed = stored.check(settings) if stored else {}
     check_privacy(settings)
@@ -188,6 +189,8 @@ def _run(
             stack.callback(directory.release)
             resumed = resumption(directory, stored, changed, settings, strategy, workspace)
             federation.restore(resumed.checkpoint.progress["sites"])
+            if resumed.deliver_to:
+                return _deliver(waves, resumed, strategy, federation, workspace, begun)
         strategy.clients = federation.join(workspace.architecture.fingerprint)
         if workspace.of_sites:
             check_site_names(settings, federation)
@@ -213,6 +216,22 @@ def _run(
         )
         check_outcome(recorder.totals, strategy.record, settings, workspace.task)
     return recorder
+
+
+def _deliver(
+    waves: WaveGrid,
+    resumed: Resumption,
+    strategy: PersonalisedStrategy,
+    federation: Federation,
+    workspace: Workspace,
+    begun: Callable[[Path], object],
+) -> Delivery:
+    """Deliver the final models of a completed run to the clients that lack them."""
+    strategy.clients = federation.join(workspace.architecture.fingerprint, resumed.deliver_to)
+    delivery = Delivery(resumed, strategy, federation)
+    begun(delivery.directory.path)
+    delivery.run(waves, one_file_system=not isinstance(waves, PollingGrid) or in_simulation())
+    return delivery
 
 
 def wave_grid(grid: Grid, settings: Settings, status: RunStatus | None) -> WaveGrid:

@@ -16,7 +16,7 @@ from flwr.common.logger import log
 from posy.client_app.workspace import Workspace
 from posy.data.dataset import bytes_of
 from posy.server_app.results import RunDirectory
-from posy.server_app.resume import PROGRESS, StoredRun, checkpoint_rounds, read_summary
+from posy.server_app.resume import PROGRESS, WITHOUT_MODEL, StoredRun, checkpoint_rounds, read_summary
 from posy.settings import SettingsError
 from posy.storage import DamagedFileError, plain, read_arrays, read_json, sync, write_arrays, write_json
 from posy.strategies.base import PersonalisedStrategy
@@ -149,7 +149,9 @@ class Resumption(NamedTuple):
     checkpoint: Checkpoint
     history: list[dict[str, Any]]
     """All resumptions, ending with this one: ``round``, ``time``, the ``changed`` settings, and the ``machine`` and
-    ``versions`` used for the preceding rounds."""
+    ``versions`` used for the preceding rounds. A delivery of final models is not a resumption."""
+    deliver_to: tuple[int, ...] = ()
+    """The clients that lack the final model of a completed run, to which Posy delivers it instead of training."""
 
 
 def resumption(
@@ -162,7 +164,8 @@ def resumption(
 ) -> Resumption:
     """Load a run's newest checkpoint into the strategy, and return the data needed to resume the run.
 
-    Raise :class:`SettingsError` if the run has no usable checkpoint or is complete, or if its data has changed.
+    Raise :class:`SettingsError` if the run has no usable checkpoint, if its data has changed, or if the run is complete
+    and all clients have their final models.
     """
     run = settings.run
     checkpoints = Checkpoints(directory, run.checkpoint_every, run.num_server_rounds)
@@ -185,10 +188,10 @@ def resumption(
         )
     ended = checkpoint.progress.get("patience-ended", 0)
     end = ended + 1 if ended else 0
-    if last_round in (run.num_server_rounds, end) and read_summary(directory.path).get("status") in (
-        "completed",
-        "diverged",
-    ):
+    summary = read_summary(directory.path)
+    if last_round in (run.num_server_rounds, end) and summary.get("status") in ("completed", "diverged"):
+        if clients := tuple(client for client in strategy.members if client in summary.get(WITHOUT_MODEL, ())):
+            return Resumption(directory, checkpoints, checkpoint, stored.resumed_before, clients)
         raise SettingsError(
             f"resume = {run.resume!r}: all of the run's {last_round} rounds are complete"
             + ("; patience has ended it" if end else "; to continue the run, set a larger num-server-rounds")

@@ -1,7 +1,7 @@
 """A run's federation: the clients that take part, and the task that their sites have agreed on."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from logging import INFO, WARNING
 from typing import Any
@@ -102,13 +102,15 @@ class Federation:
         self.nodes.ask_again()  # the new query concerns the agreed task, but replies in transit describe data
         return self.settings
 
-    def join(self, fixed_tensors: Sequence[float] = ()) -> dict[int, ClientInfo]:
+    def join(self, fixed_tensors: Sequence[float] = (), wanted: Iterable[int] = ()) -> dict[int, ClientInfo]:
         """Query the nodes until enough clients have joined or the time is up, and return :attr:`clients`.
 
         Parameters
         ----------
         fixed_tensors : sequence of float
             Fingerprint of the network's fixed tensors. Nodes with a different fingerprint are excluded.
+        wanted : iterable of int
+            The only clients that the server needs, or none if it needs as many clients as ``min-clients`` requires.
 
         Raises
         ------
@@ -116,11 +118,13 @@ class Federation:
             If too few clients join in time, or nodes with different names claim the same client. The message lists the
             reasons for excluding nodes.
         """
-        self._query.fixed_tensors = fixed_tensors
+        self._query.fixed_tensors, self._presence.wanted = fixed_tensors, frozenset(wanted)
         self._presence.wait_for_claims()
         self._members.assign()
         self._members.begun = True
         clients = self._num_clients
+        if wanted:
+            return self.clients
         if missing_count := clients - len(self.clients):
             present = describe_clients(self.clients, self.owners, clients, most=MAX_NAMED)
             log(WARNING, "The run begins without %s of its %s clients: %s present", missing_count, clients, present)

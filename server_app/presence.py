@@ -15,7 +15,7 @@ from posy.server_app.nodes import Node, NodeRegistry
 from posy.server_app.run_status import RunStatus
 from posy.settings import SettingsError
 from posy.strategies.settings import Settings
-from posy.words import describe_clients
+from posy.words import describe_clients, title
 
 SILENT_SECONDS = 10.0
 """Seconds that a new run, once it has enough clients, waits for connected nodes that have not replied."""
@@ -46,6 +46,9 @@ class Presence:
         self._members = members
         self._status = status
         self._started = time.monotonic()
+        self.wanted: frozenset[int] = frozenset()
+        """The clients for which the server waits until one of them is present; empty: any clients, as ``min-clients``
+        requires."""
 
     def wait_for_claims(self, *, describe: bool = False) -> None:
         """Wait until nodes claim enough clients: ``min-clients``, or all M clients if ``min-clients`` is 0.
@@ -60,14 +63,15 @@ class Presence:
             If too few clients join in time.
         """
         begun = time.monotonic()
-        required = self._run.min_clients or self._num_clients
+        required = 1 if self.wanted else self._run.min_clients or self._num_clients
         patience = nodes.ASK_SECONDS if describe else SILENT_SECONDS
         enough_since = math.inf  # time at which nodes claimed enough clients; infinity until then
         while True:
             self._nodes.poll()
             time_now = time.monotonic()
             waited, silent = time_now - self._started, self._nodes.silent
-            claimed = sum(client < self._num_clients for client in self._members.claims())
+            clients = [client for client in self._members.claims() if client < self._num_clients]
+            claimed = sum(not self.wanted or client in self.wanted for client in clients)
             is_overdue = all(time_now - node.asked_at > nodes.ASK_SECONDS for node in silent)
             is_late = waited > self._run.join_timeout and is_overdue
             enough_since = min(enough_since, time_now) if claimed >= required else math.inf
@@ -136,6 +140,13 @@ class Presence:
         """Return the error message for a run whose clients have not joined in time."""
         min_clients, timeout = self._run.min_clients, self._run.join_timeout
         reasons = "; ".join(f"{name}: {reason}" if name else reason for name, reason in self._nodes.excluded)
+        if self.wanted:
+            titles = ", ".join(title(client, self._members.owners.get(client, "")) for client in sorted(self.wanted))
+            return (
+                f"the run is complete; the final model is missing only at {titles}, and after "
+                f"{round(min(waited, timeout), 2):g} s none of these clients is present"
+                + (f"; excluded: {reasons}" if reasons else "; start the node, and repeat the command")
+            )
         if reasons and not self._of_sites:
             return f"a node cannot serve this run: {reasons}"
         return (

@@ -18,6 +18,8 @@ from rich.progress import Progress as Bar
 
 from posy.listing import WIDTH, as_lines, laid_out, shortened
 from posy.metrics import METRICS, Metric, column_of
+from posy.server_app.resume import WITHOUT_MODEL
+from posy.strategies.run_settings import RunSettings
 
 MAX_LINES = 200
 """Approximate maximum number of lines that a run writes to a log, regardless of its number of rounds."""
@@ -29,6 +31,8 @@ MAX_ROWS = 50
 """Maximum number of sites in the task table."""
 PACE_ROUNDS = 20
 """Number of recent rounds over which the time per round is averaged. The first round is slow, because it loads data."""
+WITHOUT_MODEL_TITLE = "without final model"
+"""Start of the line that lists the clients to which the final model was not delivered."""
 TASK_COLUMNS = ("site", "client", "training", "test", "samples", "classes", "skipped", "node settings")
 
 
@@ -220,6 +224,7 @@ def results_table(summary: Mapping[str, Any], path: Path) -> str:
         "dropped replies": ", ".join(f"{count} x {reason}" for reason, count in summary["dropped"].items()),
         **{words: _limited(summary, key) for key, words in LIMITED_WORDS.items() if key in summary},
         "results": str(path),
+        **({WITHOUT_MODEL_TITLE: _undelivered(summary, path)} if summary.get(WITHOUT_MODEL) else {}),
     }
     title = f"{summary['method']} on {summary['dataset']}: {summary['status']} after {rounds}"
     lines = as_lines(laid_out("", (metric.title, *figures), rows, right=figures))
@@ -399,6 +404,16 @@ def _clients(summary: Mapping[str, Any]) -> str:
     first_names = ", ".join(names[client] or f"client {client}" for client in missing[:MAX_NAMED])
     more = ", …" if len(missing) > MAX_NAMED else ""
     return f"{clients - len(missing)} of {clients} (missing in the last evaluation: {first_names}{more})"
+
+
+def _undelivered(summary: Mapping[str, Any], path: Path) -> str:
+    """Return the clients without a final model, and the settings that deliver it."""
+    clients, names = summary[WITHOUT_MODEL], summary.get("sites") or []
+    titles = [(names[client] if client < len(names) else None) or f"client {client}" for client in clients[:MAX_NAMED]]
+    more = ", …" if len(clients) > MAX_NAMED else ""
+    is_default = path.parent == Path(RunSettings.output_dir).absolute()
+    words = f"resume={path.name}" + ("" if is_default else f" output-dir={path.parent}")
+    return f"{', '.join(titles)}{more}; when they are connected, deliver it with `posy run {words}`"
 
 
 def _cells(row: Mapping[str, Any], members: int, metric: Metric) -> list[str]:

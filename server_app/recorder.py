@@ -31,6 +31,7 @@ from posy.server_app.privacy import PrivacyLedger
 from posy.server_app.progress import Progress, results_table
 from posy.server_app.record import Record
 from posy.server_app.results import RunDirectory, Status
+from posy.server_app.resume import WITHOUT_MODEL
 from posy.server_app.run_status import RunStatus
 from posy.server_app.system import SystemAccuracy, system_accuracy
 from posy.server_app.totals import Totals
@@ -92,7 +93,8 @@ class Recorder:
             self._resumed: list[dict[str, Any]] = []
             self._data = data_digests(workspace) if self.checkpoints.every else {}
         else:  # the resumption has already compared the data
-            self.directory, self.checkpoints, checkpoint, self._resumed = resumption
+            self.directory, self.checkpoints = resumption.directory, resumption.checkpoints
+            checkpoint, self._resumed = resumption.checkpoint, resumption.history
             self._data = checkpoint.progress["data"]
         self.columns = Columns.of(settings, workspace.task)
         self.directory.columns = self.columns.of_clients(
@@ -378,12 +380,12 @@ class Recorder:
                 **self.privacy.summary(),
                 **newcomer_scores(self.strategy.newcomer_rows, self.columns),
                 **self.federation.summary(),
-                **self._client_facts(),
+                **self._client_facts(status),
             }
         )
 
-    def _client_facts(self) -> dict[str, Any]:
-        """Return the clients' names in client order, and the clients with very few samples or classes.
+    def _client_facts(self, status: Status) -> dict[str, Any]:
+        """Return the clients' names, the clients without a final model, and those with very few samples or classes.
 
         The latter have one training sample, one class in the training split, or no test sample.
 
@@ -391,6 +393,8 @@ class Recorder:
         """
         names, workspace = self.strategy.exchange.client_names, self.workspace
         facts: dict[str, Any] = {}
+        if status == "completed" and self.totals.unreached and self.settings.run.save_models and self.checkpoints.every:
+            facts[WITHOUT_MODEL] = self.totals.unreached
         if names:
             facts["sites"] = [names.get(client) for client in range(self.settings.data.num_clients)]
         if not workspace.of_sites and (clients := small_clients(workspace.partition, workspace.dataset)):

@@ -16,6 +16,8 @@ from posy.strategies.settings import Settings
 from posy.yaml12 import read_yaml
 
 CONFIG, PROGRESS = "config.yaml", "progress.json"
+WITHOUT_MODEL = "without-final-model"
+"""Key in ``summary.json`` that lists the clients of a completed run whose final models have not been delivered."""
 RAN_ON = ("machine", "versions")
 """Keys in ``config.yaml`` that describe the machine and software of a run."""
 _CHECKPOINT = re.compile(r"round-(\d+)")

@@ -42,6 +42,8 @@ class Totals:
     """Number of rounds per client in which its update was scaled down, given no weight, or given less weight."""
     missing: list[int] = field(default_factory=list)
     """Clients missing from the last evaluation."""
+    unreached: list[int] = field(default_factory=list)
+    """Members whose last evaluation the server has not accepted."""
     scores: list[list[Evaluation]] = field(default_factory=lambda: [[], []])
     loss: list[list[Evaluation]] = field(default_factory=lambda: [[], []])
     """The metric and the loss at each of :data:`POINTS`, in round order, omitting rounds without an evaluation."""
@@ -67,7 +69,7 @@ class Totals:
         keys = {f.name: key_of(f.name) for f in dataclasses.fields(cls)}
         stored = {"scores": stored.get("accuracy"), **stored}  # its key in older checkpoints
         # Older checkpoints lack these fields.
-        optional_names = ("patience_ended", "system", "metrics", "sums", *LIMITED)
+        optional_names = ("patience_ended", "system", "metrics", "sums", "unreached", *LIMITED)
         totals = cls(**{name: stored[key] for name, key in keys.items() if name not in optional_names or key in stored})
         totals.dropped, totals.delivery = Counter(totals.dropped), Counter(totals.delivery)
         for name in LIMITED:
@@ -112,7 +114,7 @@ class Totals:
             self.trained, self.worst_loss = True, max(self.worst_loss, trained["mean"])
         self.trained |= bool(record.trained)
         if evaluated:
-            self.missing = record.missing
+            self.missing, self.unreached = record.missing, record.unreached
         self.asked += record.asked
         self.evaluated += record.evaluated
         self.bytes_up += record.bytes_up

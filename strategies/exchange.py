@@ -20,7 +20,7 @@ from posy.strategies.arrays import RETURNS, UNIFORM_WEIGHTS, Arrays, check_names
 from posy.strategies.columns import NODE_SETTINGS
 from posy.strategies.hooks import ServerHooks
 from posy.strategies.replies import BadReplyError, RoundRecord, client_of
-from posy.strategies.run_settings import UNIFORM
+from posy.strategies.run_settings import LAST_ROUND, UNIFORM
 from posy.strategies.server_state import arrays_once
 from posy.strategies.states import ClientStates, LostStateError, decoded_reply
 from posy.words import describe_clients, one_line
@@ -93,8 +93,8 @@ class Exchange:
         common["lr"] = schedule.learning_rate(self.settings, server_round)
         if self.saving:
             common["save-models-to"] = str(self.models_folder)
-        predicts = server_round == run.num_server_rounds
-        if self.predictions_folder is not None and predicts:
+            common[LAST_ROUND] = server_round == run.num_server_rounds
+        if self.predictions_folder is not None and server_round == run.num_server_rounds:
             common["save-predictions-to"] = str(self.predictions_folder)
         pack = IdentityCache(Array)  # serialises an array once for all clients
         self.sent = []

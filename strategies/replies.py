@@ -97,6 +97,8 @@ class RoundRecord:
     dropped: list[tuple[int, str]] = field(default_factory=list)
     away: tuple[int, ...] = ()
     """Clients that had no node at the start of the round."""
+    unreached: list[int] = field(default_factory=list)
+    """Members whose evaluation the server has not accepted, so that they may lack the model of this round."""
     clipped: list[int] = field(default_factory=list)
     """Clients whose updates the server scaled down."""
     discarded: list[int] = field(default_factory=list)

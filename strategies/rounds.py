@@ -1,6 +1,6 @@
 """The phases of a round: the cohort trains, the server aggregates, and the clients evaluate."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from logging import INFO, WARNING
 from typing import Any
 
@@ -252,9 +252,11 @@ class Rounds:
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Record the clients' scores, and return the mean of the run's metric over the served models."""
         record, exchange = self.strategy.record, self.exchange
+        results: Collection[int] = ()
         if self.secure:
-            evaluated = schedule.evaluates(self.settings.run, server_round)
-            scores = self.secure.sum_evaluations(replies) if evaluated else None
+            scores = None
+            if schedule.evaluates(self.settings.run, server_round):
+                results, scores = self.secure.sum_evaluations(replies)
         else:
             results = exchange.collect(replies, lambda client: read_evaluation, self._accept_evaluation)
             record.evaluated = sum(record.clients[client]["n_test"] > 0 for client in results)
@@ -264,6 +266,7 @@ class Rounds:
             served = [row[column] for row in record.clients.values() if (column := column_of("served", name)) in row]
             mean = float(np.mean(served)) if results and served else None
             scores = None if mean is None else MetricRecord({f"served-{name}": mean})
+        record.unreached = [client for client in self.strategy.members if client not in results]
         exchange.report_lost()
         return scores
 

@@ -1,7 +1,7 @@
 """The phases of a round with secure aggregation: masked updates and masked scores."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from logging import WARNING
 from typing import TYPE_CHECKING, Any
 
@@ -167,8 +167,11 @@ class SecureRounds:
         mean_loss = loss["mean"] if loss else math.nan
         return [Update(arrays, mean_loss, num_examples=examples, weight=self.current.weight(masked))], ""
 
-    def sum_evaluations(self, replies: Iterable[Message]) -> MetricRecord | None:
-        """Record the sums of the clients' scores, and return the mean served accuracy, or None if there is none."""
+    def sum_evaluations(self, replies: Iterable[Message]) -> tuple[Collection[int], MetricRecord | None]:
+        """Record the sums of the clients' scores, and return the clients that replied and the mean served accuracy.
+
+        The accuracy is None if the sums cannot be unmasked.
+        """
         strategy, record = self.strategy, self.strategy.record
         size = self.score_sums(training=False).count
 
@@ -196,7 +199,7 @@ class SecureRounds:
         self.exchange.lap("evaluate")
         metric = self.score_sums(training=False).metric
         served = record.sums["served"].spread(metric) if opened else None
-        return MetricRecord({f"served-{metric}": served["mean"]}) if served else None
+        return masked.keys(), MetricRecord({f"served-{metric}": served["mean"]}) if served else None
 
     def _common_digest(self) -> bytes:
         """Return the digest of the content that all clients in this phase have received."""

@@ -266,11 +266,14 @@ def run_on_superlink(settings: Mapping[str, Scalar], superlink: Connection, *, v
     log = RunLog(verbose)
     with control(superlink) as api:
         status, outcome = _run_to_end(api, settings, log)
+    folder = [f"output-dir={settings['output-dir']}"] if "output-dir" in settings else []
+    if not status and log.undelivered:
+        command = resume_command(Path(log.results).name, *folder, *superlink.words())
+        print(f"posy: deliver the final model to the clients without it: {command}", file=sys.stderr)
     if status and settings.get("part-of"):
         print(f"posy: {outcome}; repeat the command to continue with this fold", file=sys.stderr)
     elif status:  # read the progress from the log, because the checkpoints are on the SuperLink's machine
         if log.rounds or (log.results and settings.get("resume")):
-            folder = [f"output-dir={settings['output-dir']}"] if "output-dir" in settings else []
             position = f" after round {log.rounds}" if log.rounds else ""
             command = resume_command(Path(log.results).name, *folder, *superlink.words())
             print(f"posy: {outcome}{position}; resume with: {command}", file=sys.stderr)
