@@ -104,7 +104,7 @@ class LocalRun:
         if local is not None:
             if self.config.get("evaluate-local"):
                 metrics |= yield from self._scores("local", local)
-            self._save(local, "local", metrics)
+            save_model(self.jobs, self.config, local, "local", metrics)
         metrics |= {"samples": self.jobs.processed}
         arrays = self._named(update)
         if train.dp in (LOCAL, CENTRAL):
@@ -258,14 +258,14 @@ class LocalRun:
                 metrics["chosen"] = served.chosen
             metrics |= yield from self._scores("served", served)
             if self.method.point == "served":
-                self._save(served, "served", metrics, "served")
+                save_model(self.jobs, self.config, served, "served", metrics, "served")
         if client.personal_in_every_evaluation or self.config.get("evaluate-personal"):
             personal = yield from self._personal_model()
             if personal is not None:
                 best, point = personal, "local"
                 metrics |= yield from self._scores("local", personal)
             if best is not None:
-                self._save(best, point, metrics)
+                save_model(self.jobs, self.config, best, point, metrics)
         metrics |= {"samples": self.jobs.processed}
         if self.masking:
             if not client.personal_in_every_evaluation:  # the sum would cover only the clients that have a local model
@@ -319,27 +319,6 @@ class LocalRun:
             return [metric.name for metric in metrics_for(self.task.target, size)]
         return [metric_of(self.settings.run, self.task.target, size).name]
 
-    def _save(self, predictor: Predictor, point: str, metrics: Mapping[str, Any], file: str = "client") -> None:
-        """Write a model with its settings and preprocessing to the folder that ``save-models-to`` names, if any.
-
-        The file also contains the scores in ``metrics``, unrounded, because it stays with the client.
-        ``client-<i>`` is the local model, or the served model if the client has no local model. ``served-<i>`` is the
-        served model of a method whose ``point`` is ``served``.
-        """
-        folder = self.config.get("save-models-to")
-        if not folder:
-            return
-        client = self.client
-        path = Path(str(folder)) / f"{file}-{client.client}.safetensors"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        metadata = {"client": str(client.client), "site": str(self.config.get("site", "")), "round": str(client.round)}
-        metadata |= {"point": point, "chosen": predictor.chosen, "final": str(bool(self.config.get(LAST_ROUND)))}
-        scores = {name: metrics[key] for name in (*METRICS, LOSS) if (key := f"{point}-{name}") in metrics}
-        metadata |= {"scores": json.dumps(scores), "num-test": str(len(client.data.y_test))}
-        metadata["time"] = datetime.now(UTC).isoformat(timespec="seconds")
-        origin = {"settings": self.settings.to_json(), "preprocessing": client.workspace.preprocessing(client.client)}
-        write_arrays(path, predictor.as_arrays(), metadata | origin)
-
     # -- received arrays -------------------------------------------------------------------------------
 
     @cached_property
@@ -386,6 +365,43 @@ def without_statistics(array: npt.NDArray[Any], layout: Layout) -> npt.NDArray[A
     if parameters.size == layout.size or array.shape[-1:] != (layout.size,):
         return array
     return parameters.put(np.zeros_like(array), parameters.take(array))
+
+
+def save_model(
+    jobs: Jobs,
+    config: Mapping[str, Any],
+    predictor: Predictor,
+    point: str,
+    metrics: Mapping[str, Any],
+    file: str = "client",
+) -> None:
+    """Write a model with its settings and preprocessing to the folder that ``save-models-to`` names, if any.
+
+    The file also contains the scores in ``metrics``, unrounded, because it stays with the client.
+
+    ``client-<i>`` is the local model, or the served model if the client has no local model. ``served-<i>`` is the
+    served model of a method whose ``point`` is ``served``.
+    """
+    folder, client = config.get("save-models-to"), jobs.client
+    if not folder:
+        return
+    path = Path(str(folder)) / f"{file}-{client.client}.safetensors"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scores = {name: metrics[key] for name in (*METRICS, LOSS) if (key := f"{point}-{name}") in metrics}
+    metadata = {
+        "client": str(client.client),
+        "site": str(config.get("site", "")),
+        "round": str(client.round),
+        "point": point,
+        "chosen": predictor.chosen,
+        "final": str(bool(config.get(LAST_ROUND))),
+        "scores": json.dumps(scores),
+        "num-test": str(len(client.data.y_test)),
+        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "settings": client.settings.to_json(),
+        "preprocessing": client.workspace.preprocessing(client.client),
+    }
+    write_arrays(path, predictor.as_arrays(), metadata)
 
 
 def save_predictions(jobs: Jobs, config: Mapping[str, Any], predictions: Predictions, point: str) -> None:

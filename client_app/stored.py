@@ -117,7 +117,7 @@ class ClientModel(nn.Module):
         return torch.cat([self.preprocessing(sample) for sample in samples]).to(self.coefficients.device)
 
     def unusual(self, samples: Iterable[Any]) -> list[tuple[int, str, float]]:
-        """Return the samples' features whose values are unusually far from the training mean.
+        """Return the samples' features or channels whose values are unusually far from the training mean.
 
         Parameters
         ----------
@@ -127,19 +127,48 @@ class ClientModel(nn.Module):
         Returns
         -------
         list of (int, str, float)
-            The sample's index, the feature's name (or index), and its distance from the training mean in standard
-            deviations, which exceeds :data:`FAR`. The list is empty for images and text.
+            The sample's index, the feature's or channel's name (or index), and its distance from the training mean in
+            standard deviations, which exceeds :data:`FAR`. The distance of a channel is the largest distance in a time
+            series, and the distance of an image's mean. The list is empty for text, and if the run has not measured the
+            mean and the standard deviation.
         """
-        if self.preprocessing.task.kind != "features":
+        preprocessing = self.preprocessing
+        if preprocessing.task.kind == "text" or not preprocessing.is_measured:
             return []
-        distances = [self.preprocessing(sample)[0].abs().tolist() for sample in samples]
-        names = self.preprocessing.features or tuple(map(str, range(self.preprocessing.task.input_shape[0])))
+        distances = [self._distances(preprocessing(sample)[0]).tolist() for sample in samples]
+        names = preprocessing.features or tuple(map(str, range(len(preprocessing.mean))))
         return [
             (number, name, distance)
             for number, row in enumerate(distances)
             for name, distance in zip(names, row, strict=True)
             if distance > FAR
         ]
+
+    def _distances(self, x: Tensor) -> Tensor:
+        """Return the distance of each feature or channel in a preprocessed sample from the training mean."""
+        kind = self.preprocessing.task.kind
+        if kind == "image":
+            return x.mean(dim=(1, 2)).abs()
+        return x.abs().amax(dim=0) if kind == "series" else x.abs()
+
+    def warnings(self, samples: Iterable[Any]) -> list[list[str]]:
+        """Return the warnings about each sample: unusual values, unseen categories, and images of a single colour."""
+        inputs, kind = list(samples), self.preprocessing.task.kind
+        texts: list[list[str]] = [[] for _ in inputs]
+        part = {"features": "", "series": "channel ", "image": "the mean of channel "}.get(kind, "")
+        for number, name, distance in self.unusual(inputs):
+            texts[number].append(
+                f"{part}{name} is {distance:.3g} standard deviations from the mean of the training samples, so the "
+                "prediction may be meaningless; check the unit"
+            )
+        for number, sample in enumerate(inputs):
+            for column, value in self.preprocessing.unseen(sample):
+                texts[number].append(f"{column} is {value!r:.40}, which is not a category of the run")
+            if kind == "image" and bool(
+                (prepared := self.preprocessing(sample)[0].flatten(1)).eq(prepared[:, :1]).all()
+            ):
+                texts[number].append("all pixels are equal, so the prediction may be meaningless")
+        return texts
 
     def predict(self, sample: Any) -> Any:
         """Return the prediction for one sample, or raise :class:`DataError` if the sample is of the wrong kind."""

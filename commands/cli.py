@@ -279,8 +279,8 @@ def predict(
 ) -> int:
     """Predict classes with a client's model.
 
-    RUN is the directory of a run, or its name in runs/. At a site, RUN is the directory in which the node stores its
-    model. CLIENT is the number of a client or the name of a site.
+    RUN is the directory of a run, or its name in runs/. At a site, RUN is the state-dir or models folder of the node,
+    and Posy uses the site's current model (see `posy models`). CLIENT is the number of a client or the name of a site.
 
     FILE is an image, a text file, a .csv file or a .npy array. You may also pass the text itself. A .csv file has a
     header and one sample per row. The first axis of a .npy array indexes the samples.
@@ -288,6 +288,49 @@ def predict(
     from posy.commands.predict import predict as show  # noqa: PLC0415 - imports PyTorch
 
     show(run, client, files, point, as_json=as_json)
+    return 0
+
+
+@app.command(
+    epilog="""\b
+examples:
+  posy models /srv/posy-state                           the models of a site, and the current one
+  posy models /srv/posy-state --use my-run              predict with the model of another run
+  posy models /srv/posy-state --keep 3 --yes            remove all but the three newest runs and the current one"""
+)
+def models(
+    folder: Annotated[Path, typer.Argument(metavar="DIR")],
+    remove: Annotated[
+        list[str] | None, typer.Option("--remove", metavar="RUN", help="Remove a run; may be repeated.")
+    ] = None,
+    keep: Annotated[
+        int | None,
+        typer.Option("--keep", min=0, metavar="N", help="Remove all runs except the N newest and the current one."),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Confirm the removal.")] = False,
+    use: Annotated[str, typer.Option("--use", metavar="RUN", help="Make a run the current one.")] = "",
+    use_newest: Annotated[
+        bool, typer.Option("--use-newest", help="Make the newest final model the current one again.")
+    ] = False,
+    as_json: Json = False,
+) -> int:
+    """List stored models, and remove or choose a site's runs.
+
+    DIR is the state-dir or models folder of a node, the directory of a run, or runs/. The current model is the newest
+    model from the last round of a run. `posy predict DIR SITE` uses it.
+
+    At a site, removing a run deletes its models, predictions and states. In runs/, it deletes only the models. Posy
+    does not remove a run that may be in progress.
+    """
+    from posy.commands import models as stored  # noqa: PLC0415 - imports NumPy
+
+    library = stored.library_in(folder)
+    if remove or keep is not None:
+        return stored.remove(library, remove or [], keep, confirmed=yes)
+    if use or use_newest:
+        stored.use(library, use)
+        return 0
+    stored.show(library, as_json=as_json)
     return 0
 
 

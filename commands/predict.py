@@ -18,12 +18,15 @@ from posy.data.settings import DataSettings
 from posy.listing import print_table
 from posy.metrics import LABELS, VALUES
 from posy.server_app.record import Record
+from posy.server_app.routing import Answer
 from posy.words import title
 
 MOST = 5
 """Maximum number of probabilities per table row."""
 MOST_WARNED = 10
 """Maximum number of warnings about values far from the training samples."""
+MODELS = "models"
+"""The folder of models in a run's folder."""
 SMALLEST = 0.0005
 """Smallest probability that a table shows."""
 
@@ -38,14 +41,21 @@ def predict(run: str, client: str, files: Sequence[str], point: str = "", *, as_
     DataError
         If a file does not contain samples in the format that the model expects.
     """
-    model = Record.find(run).predictor(client, point)
+    record = Record.find(run, client)
+    model = record.predictor(client, point)
+    for text in record.warnings(client):
+        _print_warning(text)
     names, samples = _samples(files, model)
     predictions = model.predict_all(samples)
-    _warn(model, names, samples)
+    warnings = _warnings(model, names, samples)
     if as_json:
-        _print_json([{"input": name, **_as_dict(p, model)} for name, p in zip(names, predictions, strict=True)])
+        answers = zip(names, predictions, warnings, strict=True)
+        _print_json([{"input": name, **_as_dict(p, model), **_noted(texts)} for name, p, texts in answers])
         return
     heading = f"{title(model.client, model.site)}, {model.point} model of round {model.round}"
+    heading += f" of {record.path.parent.name if record.path.name == MODELS else record.path.name}" * bool(
+        record.library
+    )
     if model.preprocessing.task.target == VALUES:
         values = [(name, *(f"{v:.6g}" for v in p.values())) for name, p in zip(names, predictions, strict=True)]
         print_table(heading, ("input", *model.class_names), values)
@@ -61,50 +71,79 @@ def route(run: str, files: Sequence[str], picture: Path | None = None, *, as_jso
     Raises the same errors as :func:`predict`.
     """
     record = Record.find(run)
-    first = record.predictor(min(record.names))
+    first = record.router()
     names, samples = _samples(files, first)
     answers = record.route(samples)
-    _warn(first, names, samples)
-    pairs = list(zip(names, answers, strict=True))
+    warnings = _warnings(first, names, samples)
     routed = bool(answers[0].clients)
-    titles = {client: title(client, name) for client, name in record.names.items()}
-    shares = [
-        {titles[client]: share for client, share in answer.clients.items()} or answer.prediction.probabilities
-        for answer in answers
-    ]
     if picture is not None:
-        labels = list(titles.values()) if routed else list(answers[0].prediction.probabilities)
-        matrix = np.array([[row.get(name, np.nan) for name in labels] for row in shares])
-        label = "probability of the client" if routed else "share of the votes"
-        figures.heatmaps([figures.Panel(matrix, "", "", "", label, xticks=labels, yticks=names)], picture)
-    if as_json and routed:
-        _print_json([{"input": name, "clients": a.clients, **_as_dict(a.prediction, first)} for name, a in pairs])
-    elif as_json:
-        _print_json([{"input": n, "class": a.prediction.label, "votes": a.prediction.probabilities} for n, a in pairs])
+        _draw(picture, names, answers, record.titles)
+    if as_json:
+        rows = zip(names, answers, warnings, strict=True)
+        _print_json([{"input": name, **_route_as_dict(a, first), **_noted(texts)} for name, a, texts in rows])
     elif routed:
         columns = ("input", "clients", "class", "probabilities")
-        rows = [
-            (name, _shares(row), a.prediction.label, _shares(a.prediction.probabilities))
-            for (name, a), row in zip(pairs, shares, strict=True)
-        ]
-        print_table("each input is routed to the client it most likely comes from", columns, rows)
+        cells = [(name, *_route_cells(answer, record.titles)) for name, answer in zip(names, answers, strict=True)]
+        print_table("each input is routed to the client it most likely comes from", columns, cells)
     else:
-        votes = [(name, a.prediction.label, _shares(a.prediction.probabilities)) for name, a in pairs]
+        votes = [
+            (name, answer.prediction.label, _shares(answer.prediction.probabilities))
+            for name, answer in zip(names, answers, strict=True)
+            if answer.prediction
+        ]
         print_table("majority vote of the clients' local models", ("input", "class", "votes"), votes)
 
 
-def _warn(model: ClientModel, names: Sequence[str], samples: Sequence[Any]) -> None:
-    """Warn about values far outside the range of the training samples, because their unit may be different."""
-    unusual = model.unusual(samples)
-    for number, feature, distance in unusual[:MOST_WARNED]:
-        print(
-            f"posy: warning: {names[number]}: {feature} is {distance:.3g} standard deviations from the mean of the "
-            "training samples, so the prediction may be meaningless; check the unit",
-            file=sys.stderr,
-        )
-    if len(unusual) > MOST_WARNED:
-        num_hidden = len(unusual) - MOST_WARNED
-        print(f"posy: warning: {num_hidden} more values are far from the training samples", file=sys.stderr)
+def _route_cells(answer: Answer, titles: Mapping[int, str]) -> tuple[str, str, str]:
+    """Return the clients' probabilities, the class and its probabilities, or the client that can predict the class."""
+    shares = _shares({titles[client]: share for client, share in answer.clients.items()})
+    if answer.prediction is None:
+        return shares, f"ask {titles[next(iter(answer.clients))]}", ""
+    return shares, answer.prediction.label, _shares(answer.prediction.probabilities)
+
+
+def _route_as_dict(answer: Answer, router: ClientModel) -> dict[str, Any]:
+    """Return an answer as JSON; ``class`` is null if the model of the most probable client is not in the folder."""
+    if not answer.clients:
+        assert answer.prediction is not None
+        return {"class": answer.prediction.label, "votes": answer.prediction.probabilities}
+    if answer.prediction is None:
+        prediction: dict[str, Any] = {"class": None, "probabilities": None}
+    else:
+        prediction = _as_dict(answer.prediction, router)
+    return {"clients": answer.clients, "client": next(iter(answer.clients)), **prediction}
+
+
+def _draw(picture: Path, names: Sequence[str], answers: Sequence[Answer], titles: Mapping[int, str]) -> None:
+    """Plot the clients' probabilities, or the classes' shares of the votes, for each sample."""
+    shares: list[dict[str, float]] = []
+    for answer in answers:
+        votes = answer.prediction.probabilities if answer.prediction else {}
+        shares.append({titles[client]: share for client, share in answer.clients.items()} or votes)
+    routed = bool(answers[0].clients)
+    labels = [text for text in titles.values() if text in shares[0]] if routed else list(shares[0])
+    matrix = np.array([[row.get(name, np.nan) for name in labels] for row in shares])
+    label = "probability of the client" if routed else "share of the votes"
+    figures.heatmaps([figures.Panel(matrix, "", "", "", label, xticks=labels, yticks=names)], picture)
+
+
+def _warnings(model: ClientModel, names: Sequence[str], samples: Sequence[Any]) -> list[list[str]]:
+    """Print and return warnings about each sample that differs strongly from the training samples."""
+    warnings = model.warnings(samples)
+    texts = [f"{name}: {text}" for name, rows in zip(names, warnings, strict=True) for text in rows]
+    for text in texts[:MOST_WARNED]:
+        _print_warning(text)
+    if len(texts) > MOST_WARNED:
+        _print_warning(f"{len(texts) - MOST_WARNED} more values are unlike the training samples")
+    return warnings
+
+
+def _print_warning(text: str) -> None:
+    print(f"posy: warning: {text}", file=sys.stderr)
+
+
+def _noted(warnings: Sequence[str]) -> dict[str, Sequence[str]]:
+    return {"warnings": warnings} if warnings else {}
 
 
 def _samples(files: Sequence[str], model: ClientModel) -> tuple[list[str], list[Any]]:

@@ -69,6 +69,25 @@ class Preprocessing:
         """The names of the network's inputs, if the data has them."""
         return self.encoder.names if self.encoder else self.columns
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether the mean and the standard deviation describe training samples. 0 and 1 change nothing."""
+        fixed = (0.5, 0.5) if self.sample_kind == "image" else (0.0, 1.0)
+        return not all((values == value).all() for values, value in zip((self.mean, self.std), fixed, strict=True))
+
+    def unseen(self, sample: Any) -> list[tuple[str, str]]:
+        """Return the columns of a raw row whose categories the run has not encoded, with the categories."""
+        if not self.encoder or isinstance(sample, str | Path):
+            return []
+        values = [sample[name] for name in self.columns] if isinstance(sample, Mapping) else list(sample)
+        pairs = zip(self.encoder.columns, values, strict=True)
+        cells = [(column, "" if value is None else str(value)) for column, value in pairs]
+        return [
+            (column.name, cell)
+            for column, cell in cells
+            if column.categories and not is_missing(cell) and category_in(cell) not in column.categories
+        ]
+
     def to_json(self) -> str:
         """Return the preprocessing as JSON; :meth:`from_json` restores each number exactly."""
         task = {"shape": self.task.input_shape, "classes": self.task.class_names, "vocabulary": self.task.vocabulary}

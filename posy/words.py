@@ -1,6 +1,6 @@
 """Format client names and external text for messages."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 
 def title(client: int, name: str = "") -> str:
@@ -20,6 +20,11 @@ def describe_clients(clients: Iterable[int], names: Mapping[int, str], total: in
         return f"{len(indices)} of {total} clients ({first}, …) are"
     *first_titles, last = (title(client, names.get(client, "")) for client in indices)
     return f"{', '.join(first_titles)} and {last} are" if first_titles else f"{last} is"
+
+
+def listed(items: Sequence[str], most: int = 5) -> str:
+    """Return items separated by commas, at most the first ``most`` of them."""
+    return ", ".join(items[:most]) + ", …" * (len(items) > most)
 
 
 def capitalised(text: str) -> str:

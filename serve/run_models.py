@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from logging import WARNING
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 from flwr.common.logger import log
 
 from posy.client_app.stored import ClientModel
@@ -13,6 +11,7 @@ from posy.metrics import CLASSES
 from posy.serve.endpoints import ClientEndpoint, ConfidenceEndpoint, Endpoint, EnsembleEndpoint, VoteEndpoint, name_of
 from posy.serve.router import RouterEndpoint
 from posy.server_app.record import Record
+from posy.server_app.routing import candidates_of, voters_of
 from posy.storage import read_metadata
 
 SERVED, ENSEMBLE, ROUTER, VOTE, CONFIDENCE = "served", "ensemble", "router", "majority-vote", "confidence"
@@ -47,14 +46,14 @@ def load_endpoints(record: Record) -> dict[str, Endpoint]:
     if len(first.members) > 1:
         endpoints[ENSEMBLE] = EnsembleEndpoint(models, run, {})
     if not first.settings.method.routes:
-        voters = {client: record.predictor(client, "local") for client in record._members()}
-        if voters:
-            endpoints |= {VOTE: VoteEndpoint(voters, run, {}), CONFIDENCE: ConfidenceEndpoint(voters, run, {})}
+        voters = {client: record.predictor(client, "local") for client in voters_of(record, first.settings)}
+        endpoints |= {VOTE: VoteEndpoint(voters, run, {}), CONFIDENCE: ConfidenceEndpoint(voters, run, {})}
     elif first.settings.data.scaling == "client":
         log(WARNING, "the service has no router, because with scaling = client the clients' inputs are not comparable")
     else:
-        members = {client: models[client] for client in record._members()}
-        endpoints[ROUTER] = RouterEndpoint(members, run, {}, _priors(record, first))
+        candidates, priors = candidates_of(record, first.settings)
+        members = {client: model for client, model in models.items() if client in candidates}
+        endpoints[ROUTER] = RouterEndpoint(members, run, {}, priors)
     return endpoints
 
 
@@ -73,12 +72,3 @@ def _identity(path: Path) -> str:
     """Return text that is equal for files with the same tensors and preprocessing."""
     metadata = read_metadata(path)
     return metadata.get("crc32", str(path)) + metadata["preprocessing"]
-
-
-def _priors(record: Record, model: ClientModel) -> npt.NDArray[np.float64]:
-    """Return the weights ``(M,)`` of the run's clients in the averaged loss."""
-    priors = np.ones(model.settings.data.num_clients)
-    if model.settings.run.client_weights == "samples":
-        for client, counts in record.clients.groupby("partition")["n_train"]:
-            priors[client] = counts.iloc[-1]
-    return priors

@@ -3,21 +3,16 @@
 import json
 from collections.abc import Iterable
 from functools import cached_property
-from logging import INFO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-from flwr.common.logger import log
-
-from posy.client_app.stored import ClientModel, Prediction
-from posy.metrics import CLASSES
+from posy.client_app.library import Library, RunFolder
+from posy.client_app.stored import ClientModel
 from posy.paths import absolute
+from posy.server_app import routing
 from posy.server_app.resume import CONFIG, read_summary
-from posy.server_app.system import routing_scores
+from posy.server_app.routing import Answer
 from posy.settings import SettingsError
-from posy.spread import majority_vote
 from posy.storage import read_metadata
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.columns import POINTS
@@ -32,31 +27,15 @@ SHOWN = 10
 """Maximum number of clients that a message names."""
 
 
-class Answer(NamedTuple):
-    """The federation's prediction for a sample of unknown origin.
-
-    ``clients`` maps each client to the probability that the sample is from this client, most probable first. If the
-    clients vote, ``clients`` is empty, and ``prediction`` contains each class's fraction of the votes.
-    """
-
-    prediction: Prediction
-    clients: dict[int, float]
-
-
-def _newest_on_node(folder: Path) -> Path | None:
-    """Return the newest folder of models in a node's ``state-dir`` or ``models``, or None if there is none.
-
-    A node stores a run's models in ``<state-dir>/<run>/models`` or in ``<models>/<run>``. ``folder`` may also be one
-    run's folder in ``state-dir``.
-    """
-    patterns = ("models/client-*.safetensors", "*/client-*.safetensors", "*/models/client-*.safetensors")
-    files = [
-        path
-        for pattern in patterns
-        for path in folder.glob(pattern)
-        if path.is_file() and not (path.parents[1] / CONFIG).is_file()  # not the directory of a server's run
-    ]
-    return max(files, key=lambda path: path.stat().st_mtime).parent if files else None
+def _without_model(folder: Path, runs: list[RunFolder], client: str) -> str:
+    """Return the error message for a node's folder whose runs have no model of a client."""
+    sites = sorted({model.site or str(model.client) for run in runs for model in run.stored.values()})
+    if sites:
+        return f"client {client!r}: {folder} has the models of {', '.join(sites)}"
+    return (
+        f"the runs in {folder} have no models: a node stores its model in the last round, and at intervals before it. "
+        "If the node config sets models, name this folder instead"
+    )
 
 
 class Record:
@@ -70,19 +49,30 @@ class Record:
         The server's strategy, if the run took place in this process and has no folds.
     """
 
+    _run_on_node: RunFolder
+
     def __init__(self, path: Path, strategy: PersonalisedStrategy | None = None) -> None:
         self.path, self.strategy = path, strategy
+        self.library: Library | None = None
+        """The runs in the node's folder in which :meth:`find` has found this run; None for a run on the server."""
 
     @classmethod
-    def find(cls, run: str | Path) -> "Record":
-        """Return the record of a run, given its folder or its name in ``runs``; see :func:`posy.load`."""
+    def find(cls, run: str | Path, client: str = "") -> "Record":
+        """Return the record of a run, given its folder or its name in ``runs``; see :func:`posy.load`.
+
+        In a node's ``state-dir`` or ``models``, it is the run with the current model of ``client``, or of any client.
+        """
         candidates = [absolute(str(run)), absolute(RunSettings.output_dir) / run]
         for folder in candidates:
-            if (folder / CONFIG).is_file() or any(folder.glob("client-*.safetensors")):
+            if (folder / CONFIG).is_file():
                 return cls(folder)
-            if models := _newest_on_node(folder):
-                log(INFO, "Using the models of the newest run in %s: %s", folder, models)
-                return cls(models)
+            library = Library(folder)
+            if current := library.current(client):
+                record = cls(current.models)
+                record.library, record._run_on_node = library, current
+                return record
+            if on_node := [stored for stored in library.runs if not stored.of_server]:
+                raise SettingsError(_without_model(folder, on_node, client))
         raise SettingsError(f"no run in {' or '.join(map(str, dict.fromkeys(candidates)))}; name the folder of a run")
 
     def __repr__(self) -> str:
@@ -99,7 +89,7 @@ class Record:
         if (self.path / CONFIG).is_file():
             settings: dict[str, Any] = read_yaml(self.path / CONFIG)["settings"]
             return settings
-        return dict(json.loads(read_metadata(next(iter(self._files.values())))["settings"]))
+        return dict(json.loads(read_metadata(next(iter(self.files.values())))["settings"]))
 
     @cached_property
     def rounds(self) -> "DataFrame":
@@ -123,9 +113,38 @@ class Record:
         return pd.read_csv(self._file("clients.csv"), dtype={"chosen": str, "site": str})
 
     @cached_property
+    def titles(self) -> dict[int, str]:
+        """The display names of all clients of the run. A node knows only the sites whose models it stores."""
+        names = dict.fromkeys(range(int(self.settings["num-clients"])), "")
+        if (self.path / "clients.csv").is_file():
+            rows = self.clients[self.clients["site"].notna()] if "site" in self.clients else self.clients[:0]
+            names |= dict(zip(rows["partition"], rows["site"], strict=True))
+        names |= {client: name for client, name in self.stored_names.items() if name}
+        return {client: title(client, name) for client, name in names.items()}
+
+    @property
+    def stored_names(self) -> dict[int, str]:
+        """The result of :attr:`names`, or an empty dictionary if no client's model is stored."""
+        return self.names if any(self.models.glob("client-*.safetensors")) else {}
+
+    def warnings(self, client: str) -> list[str]:
+        """Return warnings about a site's model: it is not final, or a newer model exists in the node's folder."""
+        if self.library is None or (model := self._run_on_node.model_of(client)) is None:
+            return []
+        texts = [model.age] if model.age else []
+        newest = self.library.newer(client)
+        if newest is not None and (newer := newest.model_of(client)) is not None:
+            reason = "another run is pinned" if self.library.pinned == self._run_on_node.name else newer.age
+            texts.append(
+                f"the model of {self._run_on_node.name} is used, although {newest.name} is newer ({reason}); "
+                f"`posy models {self.library.path} --use {newest.name}` selects it"
+            )
+        return texts
+
+    @cached_property
     def names(self) -> dict[int, str]:
         """The names of the clients whose models are stored, keyed by client; empty for clients without a name."""
-        return {client: read_metadata(path).get("site", "") for client, path in self._files.items()}
+        return {client: read_metadata(path).get("site", "") for client, path in self.files.items()}
 
     def predictor(self, client: int | str, point: str = "") -> ClientModel:
         """Return a client's model for predictions.
@@ -149,7 +168,7 @@ class Record:
             raise SettingsError(f"point = {point!r}: it must be {' or '.join(POINTS)}")
         number = self._number(client)
         served = self.models / f"served-{number}.safetensors"
-        path = served if point != "local" and served.is_file() else self._files[number]
+        path = served if point != "local" and served.is_file() else self.files[number]
         model = ClientModel.load(path)
         if point and model.point != point:
             raise SettingsError(
@@ -157,10 +176,18 @@ class Record:
             )
         return model
 
+    def router(self) -> ClientModel:
+        """Return the model that prepares samples for :meth:`route`, and ranks the clients if the method routes.
+
+        Raise :class:`SettingsError` if the folder does not contain this model.
+        """
+        return routing.router_of(self)
+
     def route(self, samples: Iterable[Any]) -> list[Answer]:
         """Classify samples of unknown origin, as for system accuracy.
 
-        A method with ``routes`` chooses a client for each sample. With any other method, the local models vote.
+        A method with ``routes`` ranks the clients for each sample, and the model of the first one classifies the sample
+        if it is stored in this folder. With any other method, the local models vote.
 
         Parameters
         ----------
@@ -170,62 +197,26 @@ class Record:
         Raises
         ------
         SettingsError
-            If no model is stored, or the folder belongs to a node, which does not have the other clients' models.
+            If the models that rank the clients, or at least two models that vote, are not stored in this folder.
         """
-        queries, members = list(samples), self._members()
-        first = self.predictor(members[0])
-        if first.preprocessing.task.target != CLASSES:
-            raise SettingsError(f"{self.path}: its clients do not predict classes, so they cannot vote on a sample")
-        if first.settings.data.scaling == "client" and first.settings.method.routes:
-            raise SettingsError(
-                f"{self.path}: its clients standardise features differently (scaling = client), so the routing network "
-                "cannot compare them; repeat the run with scaling = federation"
-            )
-        if first.settings.method.routes:
-            return self._routed(first, queries, members)
-        votes = [[p.label for p in ClientModel.load(self._files[c]).predict_all(queries)] for c in members]
-        names = first.class_names
-        chosen = np.array([[names.index(label) for label in labels] for labels in votes]).reshape(len(votes), -1)
-        winners = majority_vote(chosen, len(names))
-        shares = np.stack([(chosen == number).mean(axis=0) for number in range(len(names))], axis=1)
-        return [
-            Answer(Prediction(names[winner], dict(zip(names, row.tolist(), strict=True))), {})
-            for winner, row in zip(winners, shares, strict=True)
-        ]
+        return routing.route(self, list(samples))
 
-    @torch.no_grad()
-    def _routed(self, first: ClientModel, samples: list[Any], members: list[int]) -> list[Answer]:
-        """Return the chosen clients' predictions; the choice depends only on layers that all clients share."""
-        logits = first.client_logits(first.prepare(samples))
-        sizes = np.ones(logits.shape[1])  # the clients' weights in the averaged loss, used as priors
-        if first.settings.run.client_weights == "samples":
-            for client, counts in self.clients.groupby("partition")["n_train"]:
-                sizes[client] = counts.iloc[-1]
-        absent = [client for client in range(logits.shape[1]) if client not in members]
-        probabilities = routing_scores(first.settings.method, logits, sizes, absent).softmax(dim=-1)
-        models = {client: self.predictor(client) for client in set(probabilities.argmax(dim=-1).tolist())}
-        answers = []
-        for sample, row in zip(samples, probabilities, strict=True):
-            ranked = {c: float(row[c]) for c in row.argsort(descending=True, stable=True).tolist() if c in members}
-            answers.append(Answer(models[next(iter(ranked))].predict(sample), ranked))
-        return answers
+    @property
+    def of_server(self) -> bool:
+        """Whether this is the run's folder on the server, and not a folder of models on a node."""
+        return (self.path / CONFIG).is_file()
 
     @property
     def models(self) -> Path:
         """The folder that contains the models; :class:`SettingsError` for a run with folds, which has several."""
         if self._has_folds and self.settings.get("save-models", True):
             raise SettingsError(f"{self.path} has no clients' models: {self._of_each_fold('models')}")
-        return self.path / "models" if self._is_on_server else self.path
-
-    @property
-    def _is_on_server(self) -> bool:
-        """Whether the folder contains the server's files of a run, rather than models on a node."""
-        return (self.path / CONFIG).is_file()
+        return self.path / "models" if self.of_server else self.path
 
     @property
     def _has_folds(self) -> bool:
         """Whether the run is a cross-validation, whose folds are runs in folders of this folder."""
-        return self._is_on_server and self.settings.get("folds", 0) > 1 and not self.settings.get("fold", 0)
+        return self.of_server and self.settings.get("folds", 0) > 1 and not self.settings.get("fold", 0)
 
     def _of_each_fold(self, content: str) -> str:
         """Return the reason why a run with folds lacks some content, and the remedy."""
@@ -235,7 +226,7 @@ class Record:
         return f"each fold of the run has its own {content}; use the folder of a fold, such as {folders[0]}"
 
     @cached_property
-    def _files(self) -> dict[int, Path]:
+    def files(self) -> dict[int, Path]:
         """The clients' stored model files, keyed by client; :class:`SettingsError` if there are none."""
         numbered_paths = ((path.stem.partition("-")[2], path) for path in self.models.glob("client-*.safetensors"))
         files = {int(number): path for number, path in numbered_paths if number.isdecimal()}
@@ -256,27 +247,18 @@ class Record:
         number_by_name = {name: number for number, name in self.names.items() if name}
         text = str(client)
         number = number_by_name.get(text, int(text) if text.isdecimal() else -1)
-        if number in self._files:
+        if number in self.files:
             return number
-        first_clients = ", ".join(number_by_name or map(str, list(self._files)[:SHOWN]))
-        more = "" if number_by_name or len(self._files) <= SHOWN else f", … {max(self._files)}"
+        first_clients = ", ".join(number_by_name or map(str, list(self.files)[:SHOWN]))
+        more = "" if number_by_name or len(self.files) <= SHOWN else f", … {max(self.files)}"
         raise SettingsError(f"client {client!r}: {self.models} has the models of {first_clients}{more}")
-
-    def _members(self) -> list[int]:
-        """Return the clients that took part in the last round and whose models are stored."""
-        stored = self._files.keys()
-        if not len(self.clients):
-            raise SettingsError(f"{self.path} has no finished round")
-        last_rows = self.clients[self.clients["round"] == self.clients["round"].max()]
-        members = set(last_rows[last_rows["n_train"].notna()]["partition"]) & stored
-        return sorted(members)
 
     def _file(self, name: str) -> Path:
         """Return the path of a file in the run's record, or raise :class:`SettingsError` if it does not exist."""
         path = self.path / name
         if path.is_file():
             return path
-        if not self._is_on_server:
+        if not self.of_server:
             reason = "this file is in the run's folder on the server"
         elif not self._has_folds:
             reason = "no round of the run has finished"

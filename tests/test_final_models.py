@@ -106,8 +106,8 @@ def test_an_absent_site_receives_the_model_that_it_would_have_evaluated(
     assert isinstance(delivery, Delivery)
     changed = {file.name for file, content in files.items() if file.read_bytes() != content}
     assert changed == {"summary.json"}
-    kept = {file: content for file, content in states.items() if file.exists()}  # older versions are not needed
-    assert kept and {file: file.read_bytes() for file in kept} == kept
+    remaining = {file: content for file, content in states.items() if file.exists()}  # older versions are not needed
+    assert remaining and {file: file.read_bytes() for file in remaining} == remaining
     after = json.loads((done.directory.path / "summary.json").read_text())
     assert after.pop("without-final-model") == [] and summary.pop("without-final-model")
     assert after == summary

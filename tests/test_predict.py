@@ -1,10 +1,9 @@
 """Use of a finished run: its record, its clients' models, and their predictions for new samples."""
 
 import json
-import os
 import re
-import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -296,21 +295,6 @@ def test_load_finds_a_run_by_its_name(finished: Record, monkeypatch: pytest.Monk
         posy.load("gone")
 
 
-def test_load_takes_the_newest_run_of_a_node(finished: Record, tmp_path: Path) -> None:
-    """A node stores models in <state-dir>/<run>/models, or in <models>/<run>."""
-    for kind, below in (("state", "models"), ("models", ".")):
-        for age, run_of_node in ((100, "b-old"), (0, "a-new")):
-            stored = tmp_path / kind / run_of_node / below
-            stored.mkdir(parents=True)
-            for client in range(3 if age else 1):
-                copied = shutil.copy(finished.models / f"client-{client}.safetensors", stored)
-                os.utime(copied, (1_000_000 - age,) * 2)
-        assert posy.load(tmp_path / kind).models == tmp_path / kind / "a-new" / below
-        assert posy.load(tmp_path / kind / "b-old").predictor(2).point == "local"
-    with pytest.raises(SettingsError, match="no run in"):
-        posy.load(finished.path.parent)
-
-
 @pytest.mark.parametrize("client", ["3", "-1", "nowhere", ""])
 def test_an_unknown_client_is_an_error(client: str, finished: Record) -> None:
     with pytest.raises(SettingsError, match=r"client .* models of 0, 1, 2$"):
@@ -498,3 +482,64 @@ def test_predict_reports_errors(
     capsys.readouterr()
     assert cli.main(["predict", *(str(stored) if word in ("RUN", "BARE") else word for word in words)]) == 2
     assert message in capsys.readouterr().err
+
+
+# -- samples unlike the training samples -----------------------------------------------------------------
+
+
+def warned(record: Record, tmp_path: Path, samples: np.ndarray, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    """Return the warnings in the JSON of `posy predict`, and check that each appears in the error output too."""
+    np.save(tmp_path / "new.npy", samples)
+    capsys.readouterr()
+    assert cli.main(["predict", str(record.path), "0", str(tmp_path / "new.npy"), "--json"]) == 0
+    captured = capsys.readouterr()
+    warnings = [row.get("warnings", []) for row in json.loads(captured.out)]
+    for number, texts in enumerate(warnings):
+        assert all(f"warning: {tmp_path / 'new.npy'} [{number}]: {text}" in captured.err for text in texts)
+    return warnings
+
+
+def test_raw_tables_warn_about_far_values_and_unseen_categories(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [f"{50 + i % 9},{'' if i % 4 == 0 else 200 + i},{'xyz'[i % 3]},{i % 2}" for i in range(120)]
+    (tmp_path / "x.csv").write_text("\n".join(["age,chol,kind,label", *rows]) + "\n")
+    record, _ = run_on(tmp_path / "x.csv", tmp_path, missing="impute")
+    (tmp_path / "new.csv").write_text("age,chol,kind\n52,210,x\n52,,y\n1960,210,x\n52,9999,w\n")
+    capsys.readouterr()
+    assert cli.main(["predict", str(record.path), "0", str(tmp_path / "new.csv"), "--json"]) == 0
+    captured = capsys.readouterr()
+    first, second, third, fourth = [row.get("warnings", []) for row in json.loads(captured.out)]
+    assert first == second == []
+    assert len(third) == 1 and third[0].startswith("age is ")
+    assert fourth[0].startswith("chol is ") and fourth[1] == "kind is 'w', which is not a category of the run"
+    assert "row 5: kind is 'w'" in captured.err
+
+
+def test_time_series_warn_about_a_channel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    x = np.random.default_rng(0).normal(3, 2, size=(40, 7, 2))
+    np.savez(tmp_path / "x.npz", x_train=x, y_train=np.arange(40) % 2)
+    record, _ = run_on(tmp_path / "x.npz", tmp_path, **{"sample-kind": "series"})
+    far = x[:2].copy()
+    far[1, 4, 1] = 500.0
+    usual, unusual = warned(record, tmp_path, far, capsys)
+    assert usual == []
+    assert len(unusual) == 1 and unusual[0].startswith("channel 1 is ")
+
+
+def test_images_warn_about_a_single_colour_and_a_distant_mean(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only published data sets have measured statistics of images; other images have no warning about their mean."""
+    x = np.random.default_rng(0).random(size=(40, 6, 5, 1)).astype(np.float32)
+    np.savez(tmp_path / "x.npz", x_train=x, y_train=np.arange(40) % 2)
+    record, _ = run_on(tmp_path / "x.npz", tmp_path)
+    usual, scaled, constant = warned(record, tmp_path, np.stack([x[0], 255 * x[1], 0 * x[2]]), capsys)
+    assert usual == scaled == []
+    assert constant == ["all pixels are equal, so the prediction may be meaningless"]
+    model = record.predictor(0)
+    mean, std = np.full(1, 0.5, np.float32), np.full(1, 0.3, np.float32)
+    model.preprocessing = replace(model.preprocessing, mean=mean, std=std)
+    first, second = model.warnings([x[0], 255 * x[1]])
+    assert first == []
+    assert len(second) == 1 and second[0].startswith("the mean of channel 0 is ")
