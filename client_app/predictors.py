@@ -184,8 +184,8 @@ def combined(outputs: Tensor, coefficients: Tensor, logarithms: bool = False, ta
     """
     if target == VALUES:
         coefficients = coefficients.clamp_min(0.0)
-    if not bool(coefficients.any()):
-        coefficients = torch.ones_like(coefficients)
+    # A branch would depend on the values of a tensor, which the export of a model does not support.
+    coefficients = torch.where(coefficients.any(), coefficients, torch.ones_like(coefficients))
     coefficients = coefficients / coefficients.abs().sum()
 
     def averaged(values: Tensor) -> Tensor:

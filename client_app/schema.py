@@ -1,7 +1,7 @@
 """The inputs and outputs of a stored model, and its model card, for exported files and for inference servers."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -79,20 +79,24 @@ def _vocabulary(preprocessing: Preprocessing) -> tuple[int, int, bool | None]:
 
 def output_specs(preprocessing: Preprocessing) -> tuple[TensorSpec, ...]:
     """Return a model's outputs: the probabilities or values, then for a classification the most probable class."""
-    task, taken = preprocessing.task, {spec.name for spec in input_specs(preprocessing)}
+    task, column_names = preprocessing.task, {spec.name for spec in input_specs(preprocessing)}
     shape = (SAMPLES, task.num_classes)
     if task.target == VALUES:
-        return (TensorSpec(_unused("values", taken), "FP32", shape, "values in their original unit", task.class_names),)
+        return (
+            TensorSpec(
+                _unused("values", column_names), "FP32", shape, "values in their original unit", task.class_names
+            ),
+        )
     about = "probability of each " + ("label" if task.target == LABELS else "class")
-    probabilities = TensorSpec(_unused("probabilities", taken), "FP32", shape, about, task.class_names)
+    probabilities = TensorSpec(_unused("probabilities", column_names), "FP32", shape, about, task.class_names)
     if task.target == LABELS:
         return (probabilities,)
-    return probabilities, TensorSpec(_unused("class", taken), "BYTES", (SAMPLES,), "the most probable class")
+    return probabilities, TensorSpec(_unused("class", column_names), "BYTES", (SAMPLES,), "the most probable class")
 
 
-def _unused(name: str, taken: set[str]) -> str:
+def _unused(name: str, column_names: set[str]) -> str:
     """Return a name for an output that is not the name of a column."""
-    while name in taken:
+    while name in column_names:
         name += "_"
     return name
 
@@ -133,8 +137,3 @@ def model_card(model: ClientModel, run: str, scores: Mapping[str, float]) -> dic
         "scores": dict(scores),
         "preprocessing": json.loads(preprocessing.to_json()),
     }
-
-
-def names_of(specs: Sequence[TensorSpec]) -> list[str]:
-    """Return the names of inputs or outputs."""
-    return [spec.name for spec in specs]

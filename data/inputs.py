@@ -36,9 +36,13 @@ def normalised(x: Tensor, kind: str, mean: np.ndarray, std: np.ndarray) -> Tenso
     mean, std : numpy.ndarray
         Mean and standard deviation of the data set.
     """
+    return scaled(x, kind, torch.from_numpy(mean).to(x.device), torch.from_numpy(std).to(x.device))
+
+
+def scaled(x: Tensor, kind: str, centre: Tensor, width: Tensor) -> Tensor:
+    """Do the same as :func:`normalised`, with the mean and the standard deviation as tensors."""
     if kind == "text":
         return x
-    centre, width = torch.from_numpy(mean).to(x.device), torch.from_numpy(std).to(x.device)
     if kind in STANDARDISED:  # round to float32 last, because samples may differ only in the last digits
         return x.double().sub_(centre).div_(width).float()
     scale = 255.0 if x.dtype == torch.uint8 else 1.0

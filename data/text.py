@@ -68,7 +68,7 @@ def describe_tokens(length: int, vocabulary: int, has_words: bool | None) -> str
     """
     if has_words is None:
         return f"tokens from 1 to {vocabulary - 1}, padded with {PADDING} at the end"
-    token = f"{UNKNOWN} + its position in `words`, counted from 1, or {UNKNOWN} if `words` does not contain it"
+    token = f"{UNKNOWN} + its position in preprocessing.words, counted from 1, or {UNKNOWN} if the list lacks it"
     if not has_words:
         token = f"2 + crc32(word in UTF-8) mod {vocabulary - 2}"
     return (
