@@ -254,6 +254,14 @@ def paper(
 
 Run = Annotated[str, typer.Argument(metavar="RUN")]
 Samples = Annotated[list[str], typer.Argument(metavar="FILE...")]
+Client = Annotated[str, typer.Argument(metavar="CLIENT")]
+Point = Annotated[
+    str,
+    typer.Option(
+        metavar="served|local",
+        help="Use the model before or after local training; the default depends on the method.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -266,15 +274,9 @@ examples:
 )
 def predict(
     run: Run,
-    client: Annotated[str, typer.Argument(metavar="CLIENT")],
+    client: Client,
     files: Samples,
-    point: Annotated[
-        str,
-        typer.Option(
-            metavar="served|local",
-            help="Use the model before or after local training; the default depends on the method.",
-        ),
-    ] = "",
+    point: Point = "",
     as_json: Json = False,
 ) -> int:
     """Predict classes with a client's model.
@@ -331,6 +333,36 @@ def models(
         stored.use(library, use)
         return 0
     stored.show(library, as_json=as_json)
+    return 0
+
+
+@app.command(
+    epilog="""\b
+examples:
+  posy export my-run 0
+  posy export my-run hospital-a --format torchscript -o model.pt"""
+)
+def export(
+    run: Run,
+    client: Client,
+    file_format: Annotated[
+        str, typer.Option("--format", metavar="onnx|torchscript|safetensors", help="Format of the file.")
+    ] = "onnx",
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Output file (default: RUN-CLIENT with a suffix)."),
+    ] = None,
+    point: Point = "",
+) -> int:
+    """Export a client's model with its preprocessing.
+
+    RUN and CLIENT are the same as for `posy predict`. An ONNX or TorchScript file takes raw samples, and returns the
+    probabilities or values that `posy predict` shows. Posy compares both on random samples before it keeps the file. A
+    safetensors file contains only the tensors. Each file contains a model card in JSON, and no samples.
+    """
+    from posy.commands.export import export as write  # noqa: PLC0415 - imports PyTorch
+
+    write(run, client, file_format, output, point)
     return 0
 
 

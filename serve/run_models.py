@@ -31,13 +31,13 @@ def load_endpoints(record: Record) -> dict[str, Endpoint]:
     DamagedFileError
         If a file cannot be read.
     """
-    run, scores = record.path.name, dict[int, dict[str, float]]()
+    run = record.name
     models = {client: record.predictor(client) for client in record.names}
     endpoints: dict[str, Endpoint] = {}
     for client, model in models.items():
         name = name_of(client, model)
         name = f"client-{client}" if name in _RESERVED or name in endpoints else name
-        endpoints[name] = ClientEndpoint({client: model}, run, scores.get(client, {}))
+        endpoints[name] = ClientEndpoint({client: model}, run, record.scores(model))
     first = next(iter(models.values()))
     if shared := _shared_model(record, models):
         endpoints[SERVED] = ClientEndpoint(shared, run, {})

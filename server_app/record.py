@@ -112,6 +112,12 @@ class Record:
 
         return pd.read_csv(self._file("clients.csv"), dtype={"chosen": str, "site": str})
 
+    @property
+    def name(self) -> str:
+        """The name of the run, also for a folder of models on a node."""
+        is_models = self.path.name == "models" and not (self.path / CONFIG).is_file()
+        return self.path.parent.name if is_models else self.path.name
+
     @cached_property
     def titles(self) -> dict[int, str]:
         """The display names of all clients of the run. A node knows only the sites whose models it stores."""
@@ -182,6 +188,19 @@ class Record:
         Raise :class:`SettingsError` if the folder does not contain this model.
         """
         return routing.router_of(self)
+
+    def scores(self, model: ClientModel) -> dict[str, float]:
+        """Return a model's scores on the client's test samples, keyed by metric.
+
+        They are empty in the folder of a node, and if the server has not evaluated the model.
+        """
+        if not (self.path / "clients.csv").is_file():
+            return {}
+        rows = self.clients[(self.clients["partition"] == model.client) & (self.clients["round"] == model.round)]
+        prefix = f"{model.point}_"
+        columns = [column for column in rows.columns if column.startswith(prefix)]
+        values = rows[columns].iloc[-1].dropna().items() if len(rows) else ()
+        return {str(column).removeprefix(prefix).replace("_", "-"): float(value) for column, value in values}
 
     def route(self, samples: Iterable[Any]) -> list[Answer]:
         """Classify samples of unknown origin, as for system accuracy.

@@ -89,7 +89,10 @@ def test_values_take_the_type_of_their_setting(text: str, value: object) -> None
         (["rnu", "lr=1"], ["'rnu'", "did you mean `posy run`?"]),
         (["fedavg"], ["did you mean `posy run method=fedavg`?"]),
         (["method=fedavg"], ["did you mean `posy run method=fedavg`?"]),
-        (["xyzzy"], ["'xyzzy'", "run, table, tune, paper, predict, models, route, report, watch, settings"]),
+        (
+            ["xyzzy"],
+            ["'xyzzy'", "run, table, tune, paper, predict, models, export, route, serve, report, watch, settings"],
+        ),
         (["table"], ["missing", "FILE", "`posy table --help`"]),
         (["table", "x.yaml", "-j", "0"], ["--jobs", "0 is not", ">=1"]),
         (["run", "dataset=no-such-data"], ["no-such-data", "digits"]),

@@ -23,6 +23,8 @@ TRACKERS = {"mlflow-skinny", "wandb"}
 """Optional trackers. PyTorch imports TensorBoard."""
 ACCOUNTANTS = {"dp-accounting"}
 """The library of the extra `privacy`, which DP-SGD needs."""
+EXPORTERS = {"onnx", "onnxruntime"}
+"""The libraries of the extra `export`, which `posy export` imports for ONNX."""
 NOT_IMPORTED = {"grpcio", "protobuf", "typer", "pandas"}
 
 
@@ -125,7 +127,7 @@ def test_imported_and_declared_dependencies_match() -> None:
         line.split("#")[0].strip() for line in (*text.splitlines(), *extra["compare"], *extra["serve"], "ray")
     ]  # flwr[simulation]
     declared = {line.split(">")[0].split("<")[0].split("=")[0].split("[")[0].strip().lower() for line in lines if line}
-    assert used - declared - TRACKERS - ACCOUNTANTS == set()
+    assert used - declared - TRACKERS - ACCOUNTANTS - EXPORTERS == set()
     assert declared - used <= NOT_IMPORTED  # see requirements.txt
 
 

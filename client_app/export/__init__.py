@@ -1,0 +1,1 @@
+"""Export of stored models to files that other programs can use without Posy."""
