@@ -111,7 +111,7 @@ def routed_accuracy(
         correct[routed_here] = classes[routed_here].argmax(dim=-1) == y[routed_here]
     assert chosen is not None
     routed = routing_matrix(owner.cpu().numpy(), chosen.cpu().numpy(), strategy.num_clients)
-    return SystemAccuracy(float(correct.float().mean()), routed)
+    return SystemAccuracy(float(correct.double().mean()), routed)
 
 
 def chosen_clients(strategy: PersonalisedStrategy, outputs: Tensor) -> Tensor:

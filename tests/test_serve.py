@@ -16,9 +16,11 @@ import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
 import posy
+from posy.client_app.workspace import Workspace
 from posy.commands.serve import serving
 from posy.serve.server import Options
 from posy.server_app.record import Record
+from posy.strategies.registry import read_settings
 
 RUN = {"dataset": "digits", "max-samples": 600, "num-clients": 4, "num-server-rounds": 2, "device": "cpu", "lr": 0.1}
 
@@ -156,3 +158,23 @@ def test_a_wrong_request_names_its_fault(service: Running, body: Any, status: in
     assert raised.value.code == status
     assert text in json.load(raised.value)["error"]
     assert infer(service, "http", "client-0", images(1)).as_numpy("class").shape == (1,)
+
+
+def pooled_test(record: Record) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the pooled test samples of the run as pixels, their classes and their clients."""
+    workspace = Workspace(read_settings({}, "", record.settings))
+    rows = np.concatenate(workspace.partition.test)
+    owners = np.repeat(np.arange(len(workspace.partition.test)), [len(part) for part in workspace.partition.test])
+    return workspace.dataset.x[rows], workspace.dataset.y[rows], owners
+
+
+@pytest.mark.parametrize("transport", ["http", "grpc"])
+def test_system_accuracy_through_the_service_equals_that_of_the_run(
+    service: Running, record: Record, transport: str
+) -> None:
+    x, y, owners = pooled_test(record)
+    result = infer(service, transport, "router", x)
+    predicted = np.array([int(name) for name in result.as_numpy("class")])
+    routed = np.array([int(name.decode().removeprefix("client-")) for name in result.as_numpy("client")])
+    assert (predicted == y).mean() == record.summary["system-accuracy"]
+    assert (routed == owners).mean() == record.summary["routing-accuracy"]
