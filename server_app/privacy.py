@@ -10,7 +10,7 @@ from posy.data.settings import SITES
 from posy.settings import RunError
 from posy.storage import append
 from posy.strategies.cohorts import most_trainings
-from posy.strategies.privacy import event_of, noise_multiplier
+from posy.strategies.privacy import noise_multiplier
 from posy.strategies.run_settings import OFF, SAMPLE
 from posy.strategies.settings import Settings
 
@@ -33,14 +33,14 @@ class PrivacyLedger:
         The settings of the run.
     directory : Path
         The run's directory. A resumed run continues the ledger in it.
-    num_train : callable
-        Returns a client's number of training samples.
+    event_for : callable
+        Returns the privacy event of one round of a client's training.
     """
 
-    def __init__(self, settings: Settings, directory: Path, num_train: Callable[[int], int]) -> None:
+    def __init__(self, settings: Settings, directory: Path, event_for: Callable[[int], Event]) -> None:
         self.settings = settings
         self.path = directory / LEDGER
-        self._num_train = num_train
+        self._event_for = event_for
         self._unit: Unit = "sample" if settings.train.dp == SAMPLE else "client"
         self._events: dict[int, Counter[Event]] = defaultdict(Counter)
         if settings.train.dp != OFF and self.path.is_file():
@@ -59,7 +59,7 @@ class PrivacyLedger:
             return
         by_event: dict[Event, list[int]] = defaultdict(list)
         for client in clients:
-            by_event[event_of(self.settings, self._num_train(client))].append(client)
+            by_event[self._event_for(client)].append(client)
         lines = [ledger_line(event, round=server_round, clients=group) for event, group in by_event.items()]
         append(self.path, "".join(lines))
         for event, group in by_event.items():

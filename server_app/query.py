@@ -13,8 +13,9 @@ from flwr.common.logger import log
 from posy.data.agreement import Description, is_complete, task_of
 from posy.data.settings import SITES
 from posy.settings import SettingsError
-from posy.strategies.client_settings import read_report
+from posy.strategies.client_settings import NOT_SHARED, read_report
 from posy.strategies.replies import BadReplyError, ClientInfo, check_count
+from posy.strategies.run_settings import SAMPLE
 from posy.strategies.settings import Settings
 from posy.words import one_line
 
@@ -104,9 +105,15 @@ class NodeQuery:
     def _node_settings(self, answer: Mapping[str, Any]) -> str:
         """Return the settings that a node has chosen; raise :class:`BadReplyError` if the run does not allow them."""
         try:
-            return read_report(answer.get("node-settings", ""), self.settings.train.client_bounds)
+            report = read_report(answer.get("node-settings", ""), self.settings.train.client_bounds)
         except SettingsError as error:
             raise BadReplyError(str(error)) from error
+        if report == NOT_SHARED and self.settings.train.dp == SAMPLE:
+            raise BadReplyError(
+                "its node config chooses settings, and its policy has share-settings: false; with dp = 'sample', the "
+                "server needs these settings to compute epsilon; set share-settings: true, or choose no settings"
+            )
+        return report
 
     def _check_fixed_tensors(self, fingerprint: Sequence[float]) -> None:
         is_equal = len(fingerprint) == len(self.fixed_tensors) and np.allclose(

@@ -43,6 +43,7 @@ from posy.storage import plain, write_arrays
 from posy.strategies import schedule
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.columns import POINTS, Columns, newcomer_scores
+from posy.strategies.privacy import event_of
 from posy.strategies.replies import LIMITED, RoundRecord
 from posy.strategies.server_state import state_of
 from posy.strategies.settings import Settings, folder_name
@@ -108,7 +109,11 @@ class Recorder:
         self._tracking = Tracking(run.track)
         self._pictures = Pictures(self.directory, strategy, workspace, federation)
         self.totals = Totals()
-        self.privacy = PrivacyLedger(settings, self.directory.path, lambda client: strategy.clients[client].num_train)
+        self.privacy = PrivacyLedger(
+            settings,
+            self.directory.path,
+            lambda client: event_of(strategy.exchange.settings_of(client), strategy.clients[client].num_train),
+        )
         strategy.rounds.before_training = self.privacy.note
         self.rounds = 0
         # The server's state after the last finished round; None while a round is being recorded, or if it is large.

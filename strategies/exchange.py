@@ -4,6 +4,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from logging import WARNING
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,11 +18,13 @@ from posy.mistakes import raise_mistake
 from posy.sharing import IdentityCache
 from posy.strategies import schedule
 from posy.strategies.arrays import RETURNS, UNIFORM_WEIGHTS, Arrays, check_names, dimensions, shape_of
+from posy.strategies.client_settings import settings_in, train_settings
 from posy.strategies.columns import NODE_SETTINGS
 from posy.strategies.hooks import ServerHooks
 from posy.strategies.replies import BadReplyError, RoundRecord, client_of
 from posy.strategies.run_settings import LAST_ROUND, UNIFORM
 from posy.strategies.server_state import arrays_once
+from posy.strategies.settings import Settings
 from posy.strategies.states import ClientStates, LostStateError, decoded_reply
 from posy.words import describe_clients, one_line
 
@@ -117,6 +120,12 @@ class Exchange:
             self.sent.append(self.message(content, client, kind))
         self.phase = self.sent
         return self.sent
+
+    def settings_of(self, client: int) -> Settings:
+        """Return the run's settings for one client, including the client's own settings for local training, if any."""
+        info = self.strategy.clients[client]
+        name, chosen = self.client_names.get(client, info.name), settings_in(info.node_settings)
+        return replace(self.settings, train=train_settings(self.settings.train, client, name, chosen))
 
     def message(self, content: RecordDict, client: int, kind: str) -> Message:
         """Return a message to a client in this round; it expires soon after ``round-timeout``."""

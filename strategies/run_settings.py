@@ -80,14 +80,12 @@ class TrainSettings:
         "YAML or JSON file that maps clients (numbers, or names of natural groups or sites) to their own "
         "`local-epochs`, `local-steps`, `batch-size` and `lr`, or this mapping as JSON; a client's lr follows "
         "lr-schedule",
-        needs="dp != sample",
         synonyms=("per-client-settings",),
     )
     client_bounds: str = setting(
         "",
         "settings that nodes may choose in their node config, with the smallest and the largest allowed value, as in "
         "`local-epochs: 1..5, batch-size: 8..64, lr: 0.001..0.1`; also `local-steps`; empty: nodes choose nothing",
-        needs="dp != sample",
         synonyms=("node-bounds", "site-bounds"),
     )
     lr_schedule: str = setting(

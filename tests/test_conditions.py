@@ -56,8 +56,6 @@ WITHOUT_EFFECT: list[tuple[str, Scalar, dict[str, Scalar], dict[str, Scalar]]] =
     ("adam-beta2", 0.9, {}, {"optimizer": "adamw"}),
     ("adam-epsilon", 1e-3, {}, {"optimizer": "adam"}),
     ("local-epochs", 3, {"local-steps": 4}, {}),
-    ("client-settings", '{"0": {"lr": 0.1}}', {"dp": "sample", "dp-clip": 1.0}, {"dp": "local", "dp-clip": 1.0}),
-    ("client-bounds", "lr: 0.1..0.2", {"dp": "sample", "dp-clip": 1.0}, {"dp": "local", "dp-clip": 1.0}),
     ("patience", 2, {}, {"validation-fraction": 0.2}),
     ("full-last-round", True, {}, {"fraction-train": 0.5}),
     ("weights-sha256", "0" * 64, {}, {"weights": "w.safetensors"}),

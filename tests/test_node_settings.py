@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from nodes import POLICY, NodeGrid, table
 
+from posy.accounting import read_ledger
 from posy.client_app.node_config import node_settings
 from posy.client_app.policy import violations
 from posy.client_app.workspace import Workspace
@@ -251,6 +252,26 @@ def test_the_policy_can_withhold_the_values(
         assert key in reason
         assert part in reason
         assert str(value) not in reason
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_server_needs_the_settings_of_a_node_for_dp_sgd(
+    shared: bool, sites: dict[str, Config], train: Callable[..., Recorder], tmp_path: Path
+) -> None:
+    pytest.importorskip("dp_accounting")
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(f"share-settings: {str(shared).lower()}\n")
+    sites["site-b"] |= {"batch-size": 23, "policy": str(policy)}
+    privacy = {"dp": "sample", "dp_clip": 1.0, "dp_epsilon": 8.0, "client_bounds": BOUNDS, "min_clients": 1}
+    done = train(sites, **privacy)
+    if not shared:
+        ((_, reason),) = done.federation.excluded
+        assert "share-settings: false; with dp = 'sample', the server needs these settings" in reason
+        return
+    ledger = (done.directory.path / "privacy.jsonl").read_text(encoding="utf-8")
+    sampling = {client: event.sampling for event, facts in read_ledger(ledger) for client in facts["clients"]}
+    assert sampling == {0: pytest.approx(10 / 45, rel=0.05), 1: pytest.approx(23 / 69, rel=0.05)}
+    assert done.summary["privacy"]["epsilon"] == pytest.approx(8.0, rel=0.02)
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -26,6 +26,7 @@ from posy.strategies.privacy import (
     BELOW,
     adapted_clip,
     clipped,
+    event_of,
     noise_multiplier,
     noisy_fraction,
     noisy_sum,
@@ -398,17 +399,18 @@ def test_exact_scores_are_listed_as_not_covered(small: dict[str, Any]) -> None:
 
 def test_a_repeated_round_spends_the_budget_twice(small: dict[str, Any], tmp_path: Path) -> None:
     settings = read_settings({key.replace("_", "-"): value for key, value in small.items()})
-    first = PrivacyLedger(settings, tmp_path, lambda client: 50)
+    first = PrivacyLedger(settings, tmp_path, lambda client: event_of(settings, 50))
     for number in (1, 2, 3):
         first.note(number, [0, 1])
     assert first.epsilon() == pytest.approx(2.0)
-    again = PrivacyLedger(settings, tmp_path, lambda client: 50)  # the run was interrupted in round 3 and resumed
+    # The run was interrupted in round 3 and resumed.
+    again = PrivacyLedger(settings, tmp_path, lambda client: event_of(settings, 50))
     again.note(3, [1])
     multiplier = math.sqrt(3) * noise_multiplier_for(2.0, 1e-5)
     assert again.epsilon() == pytest.approx(epsilon_of(multiplier / 2, 1e-5)) and again.epsilon() > 2.0
     (tmp_path / LEDGER).write_text("{}\n" + (tmp_path / LEDGER).read_text())
     with pytest.raises(RunError, match=r"ledger .*damaged"):
-        PrivacyLedger(settings, tmp_path, lambda client: 50)
+        PrivacyLedger(settings, tmp_path, lambda client: event_of(settings, 50))
 
 
 def test_the_noise_fixes_the_number_of_rounds(small: dict[str, Any]) -> None:
@@ -419,7 +421,7 @@ def test_the_noise_fixes_the_number_of_rounds(small: dict[str, Any]) -> None:
 
 def test_a_client_spends_its_budget_only_in_its_rounds(tmp_path: Path) -> None:
     settings = settings_with(num_clients=10, fraction_train=0.2, num_server_rounds=20, dp_clip=1.0, **CENTRAL)
-    ledger = PrivacyLedger(settings, tmp_path, lambda client: 50)
+    ledger = PrivacyLedger(settings, tmp_path, lambda client: event_of(settings, 50))
     for number in range(1, 21):
         ledger.note(number, cohort_of(settings, number))
     assert ledger.epsilon() == pytest.approx(1.0)  # the busiest client has spent exactly the planned budget

@@ -1,5 +1,6 @@
 """DP-SGD: gradients of single samples, clipped and with noise."""
 
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from posy.accounting import spent
+from posy.accounting import Event, read_ledger, spent
+from posy.client_app import jobs
 from posy.client_app.training import private
 from posy.client_app.training.batches import Batch, Samples
 from posy.client_app.training.networks import LoopedModels, Network
@@ -19,8 +21,11 @@ from posy.client_app.training.work import Job, Pull, Train
 from posy.data.task import Task
 from posy.models.architecture import Architecture, architecture_for
 from posy.noise import SecureGenerator
-from posy.strategies.privacy import Sampling, planned_events
+from posy.server_app.app import run
+from posy.strategies.cohorts import most_trainings
+from posy.strategies.privacy import Sampling, planned_events, sampling_of
 from posy.strategies.run_settings import TrainSettings
+from posy.strategies.settings import Settings
 
 CPU = torch.device("cpu")
 IMAGE = Task("image", (1, 20, 20), ("a", "b", "c"))
@@ -185,6 +190,40 @@ def test_methods_train_with_dp_sgd(method: str, make_config: Callable[..., Any],
     for client, info in done.strategy.clients.items():
         events = planned_events(done.strategy.settings, info.num_train)
         assert spent(events, 1e-5) <= 8.0, client
+
+
+def test_clients_with_their_own_settings_spend_the_planned_epsilon(
+    make_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each client adds the noise for its own batch size and steps, and the server's ledger contains the same events."""
+    used: dict[int, Sampling] = {}
+
+    def record_sampling(settings: Settings, num_train: int) -> Sampling:
+        used[num_train] = sampling_of(settings, num_train)
+        return used[num_train]
+
+    monkeypatch.setattr(jobs, "sampling_of", record_sampling)
+    entries = {"0": {"batch-size": 3, "local-epochs": 2}, "1": {"local-steps": 7}, "2": {"lr": 0.01}}
+    settings = {"client_settings": json.dumps(entries), "batch_size": 4, "num_server_rounds": 3, "fraction_train": 0.75}
+    done = run(None, make_config("fedavg", model="linear", **settings, **SAMPLE))
+    events: dict[int, list[Event]] = {}
+    for event, facts in read_ledger((done.directory.path / "privacy.jsonl").read_text(encoding="utf-8")):
+        for client in facts["clients"]:
+            events.setdefault(client, []).append(event)
+    sizes = {0: 21, 1: 12, 2: 8, 3: 1}
+    steps = {0: (3 / 21, 2 * 7), 1: (4 / 12, 7), 2: (4 / 8, 2), 3: (1.0, 1)}
+    assert events.keys() == sizes.keys()
+    spent_by_client = {client: spent(of_client, 1e-5) for client, of_client in events.items()}
+    for client, of_client in events.items():
+        sampling, (probability, count) = used[sizes[client]], steps[client]
+        assert {(e.sampling, e.count, e.noise_multiplier) for e in of_client} == {
+            (sampling.probability, sampling.steps, sampling.noise_multiplier)
+        }
+        assert sampling.steps == count and 0 <= sampling.probability - probability <= 0.1 * probability
+        if len(of_client) == most_trainings(done.settings):
+            assert 7.9 < spent_by_client[client] <= 8.0
+    assert len({sampling.noise_multiplier for sampling in used.values()}) == 4
+    assert done.summary["privacy"]["epsilon"] == pytest.approx(max(spent_by_client.values()))
 
 
 def test_dp_sgd_batches_do_not_depend_on_the_seed() -> None:
