@@ -1,9 +1,11 @@
 """`posy serve`: offer the models of a run as a service."""
 
 import asyncio
+import resource
 from collections.abc import Mapping
 from pathlib import Path
 
+from posy.commands.deploy.certificates import check_authority, check_server
 from posy.serve.endpoints import Endpoint
 from posy.serve.run_models import load_endpoints
 from posy.serve.server import ModelServer, Options
@@ -13,6 +15,8 @@ from posy.settings import SettingsError
 
 def serve(run: str, options: Options) -> None:
     """Serve the models of a run until SIGINT or SIGTERM arrives; see :func:`serving`."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # each connection is an open file
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     asyncio.run(serving(run, options).run())
 
 
@@ -22,7 +26,7 @@ def serving(run: str, options: Options) -> ModelServer:
     Raises
     ------
     SettingsError
-        If the run has no models, or an option is not valid.
+        If the run has no models, an option is not valid, or a certificate has expired.
     DamagedFileError
         If a model cannot be read.
     """
@@ -33,9 +37,14 @@ def serving(run: str, options: Options) -> ModelServer:
     def signature() -> object:
         files = sorted(Record.find(run).models.glob("*.safetensors"))
         states = [(path, path.stat()) for path in files]
-        return [(str(path), state.st_mtime_ns, state.st_size) for path, state in states]
+        return [(str(path), state.st_ino, state.st_mtime_ns, state.st_size) for path, state in states]
 
-    return ModelServer(load, signature, options)
+    server, credentials = ModelServer(load, signature, options), options.credentials
+    if credentials.certificate is not None and credentials.key is not None:
+        check_server(credentials.certificate, credentials.key)
+    if credentials.ca is not None:
+        check_authority(credentials.ca)
+    return server
 
 
 def read_tokens(path: Path) -> list[str]:
@@ -52,4 +61,6 @@ def read_tokens(path: Path) -> list[str]:
     tokens = [token for token in tokens if token and not token.startswith("#")]
     if not tokens:
         raise SettingsError(f"--tokens {path}: the file has no token; write one token per line")
+    if any(not token.isascii() or not token.isprintable() or " " in token for token in tokens):
+        raise SettingsError(f"--tokens {path}: a token contains a space or a character beyond ASCII; replace it")
     return tokens

@@ -64,6 +64,11 @@ class Batcher:
             self._worker = asyncio.ensure_future(self._work())
         return answer
 
+    @property
+    def waiting(self) -> int:
+        """The number of requests in the queue."""
+        return len(self._queue)
+
     async def close(self) -> None:
         """Refuse further requests, and answer the requests in the queue."""
         self._closed = True
@@ -72,19 +77,22 @@ class Batcher:
 
     async def _work(self) -> None:
         """Answer requests until the queue is empty."""
-        loop = asyncio.get_running_loop()
         try:
             while self._queue:
                 await asyncio.sleep(0)  # read the requests that have arrived
                 if batch := self._next_batch():
-                    inputs = [waiting.inputs for waiting in batch]
-                    try:
-                        answers = await loop.run_in_executor(self._executor, self._predict, inputs)
-                    except Exception as error:
-                        answers = [error] * len(batch)
-                    _deliver(batch, answers)
+                    _deliver(batch, await self._answers([waiting.inputs for waiting in batch]))
         finally:
             self._worker = None
+
+    async def _answers(self, batch: Sequence[Mapping[str, Array]]) -> list[Outputs | Exception]:
+        """Return the answers to a batch. If one request makes the model fail, answer each request alone."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, self._predict, batch)
+        except Exception as error:
+            if len(batch) == 1:
+                return [error]
+            return [answer for inputs in batch for answer in await self._answers([inputs])]
 
     def _next_batch(self) -> list[_Waiting]:
         """Remove the next requests from the queue, except for cancelled ones."""

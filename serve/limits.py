@@ -1,21 +1,33 @@
-"""Limit who may call the service, how often, and how many requests it answers at once."""
+"""Limit who may call the service, how often, how much, and how many requests it answers at once."""
 
 import hmac
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from posy.serve.meters import Meters
-from posy.serve.tensors import OverloadedError
+from posy.serve.tensors import OverloadedError, RequestError
 
 MOST_CALLERS = 10_000
 """Maximum number of callers whose rate is remembered."""
+RECEIVE_SECONDS = 30.0
+"""Time to send a request, in addition to its size divided by :data:`SLOWEST`."""
+SLOWEST = 100_000
+"""Bytes per second that a caller must send after :data:`RECEIVE_SECONDS`."""
 
 
 class NotAuthorisedError(Exception):
     """A request without a valid token."""
+
+
+class TooLargeError(RequestError):
+    """A request with more bytes than the service accepts."""
+
+
+class TooSlowError(RequestError):
+    """A request that did not arrive in time."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +40,16 @@ class Limits:
     """Maximum number of requests per second from one caller; 0: no limit."""
     concurrency: int = 1024
     """Maximum number of requests that the service answers at once."""
+
+    @property
+    def max_pending_bytes(self) -> int:
+        """The maximum size of all requests in progress, in bytes."""
+        return 16 * self.max_bytes
+
+    @property
+    def receive_seconds(self) -> float:
+        """The time to send the largest request, in seconds."""
+        return RECEIVE_SECONDS + self.max_bytes / SLOWEST
 
 
 class Gate:
@@ -46,7 +68,7 @@ class Gate:
     def __init__(self, limits: Limits, tokens: Sequence[str], meters: Meters) -> None:
         self.limits, self._meters = limits, meters
         self._tokens = [token.encode() for token in tokens]
-        self._active = 0
+        self._active = self._pending = 0
         self._allowances: OrderedDict[str, tuple[float, float]] = OrderedDict()  # requests and time, keyed by caller
 
     @property
@@ -66,12 +88,10 @@ class Gate:
             raise NotAuthorisedError("the request needs the header `Authorization: Bearer TOKEN` with a valid token")
 
     @contextmanager
-    def admitted(self, caller: str) -> Iterator[None]:
+    def admitted(self) -> Iterator[None]:
         """Admit a request while the context lasts, or raise :class:`OverloadedError`."""
         if self._active >= self.limits.concurrency:
             raise OverloadedError(f"the service is answering {self._active} requests; try again later")
-        if self.limits.rate:
-            self._spend(caller)
         self._active += 1
         self._meters.set_active(self._active)
         try:
@@ -80,8 +100,36 @@ class Gate:
             self._active -= 1
             self._meters.set_active(self._active)
 
-    def _spend(self, caller: str) -> None:
-        """Count a request of a caller, whose allowance grows by ``rate`` per second up to one second's worth."""
+    @contextmanager
+    def receiving(self) -> Iterator[Callable[[int], None]]:
+        """Yield a function that counts the bytes of a request, which count until the context ends.
+
+        The function raises :class:`TooLargeError` if the request is too large, and :class:`OverloadedError` if all
+        requests in progress are too large.
+        """
+        size = 0
+
+        def count(received: int) -> None:
+            nonlocal size
+            size += received
+            self._pending += received
+            if size > self.limits.max_bytes:
+                raise TooLargeError(f"the request has more than {self.limits.max_bytes} bytes")
+            if self._pending > self.limits.max_pending_bytes:
+                raise OverloadedError("the requests in progress need too much memory; try again later")
+
+        try:
+            yield count
+        finally:
+            self._pending -= size
+
+    def check_rate(self, caller: str) -> None:
+        """Count a request of an address, or raise :class:`OverloadedError` if it sends too many per second.
+
+        The allowance of an address grows by ``rate`` per second, up to the allowance of one second.
+        """
+        if not self.limits.rate:
+            return
         time_now, most = time.monotonic(), max(1.0, self.limits.rate)
         allowance, then = self._allowances.pop(caller, (most, time_now))
         allowance = min(most, allowance + (time_now - then) * self.limits.rate)

@@ -1,5 +1,7 @@
 """Count requests and measure their times, for Prometheus."""
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
@@ -27,6 +29,7 @@ class Meters:
         self._reloads = Counter(
             "posy_reloads", "Times that the models were loaded again", ["result"], registry=registry
         )
+        self._waiting = Gauge("posy_waiting_requests", "Requests that wait for a model", registry=registry)
 
     def answered(self, model: str, seconds: float, samples: int) -> None:
         """Record an answered request."""
@@ -40,6 +43,10 @@ class Meters:
     def set_active(self, count: int) -> None:
         """Record the number of requests that the service is answering."""
         self._active.set(count)
+
+    def watch_waiting(self, count: Callable[[], int]) -> None:
+        """Measure the number of requests that wait for a model with a function."""
+        self._waiting.set_function(count)
 
     def reloaded(self, *, failed: bool) -> None:
         """Record that the models were loaded again."""

@@ -1,14 +1,17 @@
 """The Open Inference Protocol over gRPC."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterable, Awaitable, Callable
+from contextlib import nullcontext
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from posy.serve.limits import Gate
+from posy.serve.limits import Gate, TooSlowError
 from posy.serve.messages import MESSAGES, METHODS, SERVICE
-from posy.serve.service import Service, described
+from posy.serve.service import Service, described, off_loop
 from posy.serve.statuses import status_of
 from posy.serve.tensors import (
     BYTES,
@@ -63,9 +66,9 @@ class Remote:
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
-                name: grpc.unary_unary_rpc_method_handler(
+                # A handler of streams checks the token before it receives the message.
+                name: grpc.stream_unary_rpc_method_handler(
                     self._guarded(name, answers[name]),
-                    request_deserializer=MESSAGES[f"{name}Request"].FromString,
                     response_serializer=MESSAGES[f"{name}Response"].SerializeToString,
                 )
                 for name in METHODS
@@ -74,23 +77,23 @@ class Remote:
 
     def _guarded(self, name: str, answer: Answer) -> Callable[[Any, Any], Awaitable[Any]]:
         """Return a method that checks the token and the limits, and turns errors into statuses."""
-        infers = name == "ModelInfer"
+        infers, parse = name == "ModelInfer", MESSAGES[f"{name}Request"].FromString
 
-        async def guarded(request: Any, context: Any) -> Any:
-            result = "ok"
+        async def guarded(messages: AsyncIterable[bytes], context: Any) -> Any:
+            result = "cancelled"
             try:
-                if self.gate.needs_token and name not in OPEN:
+                if name not in OPEN:
                     metadata = dict(context.invocation_metadata() or ())
                     self.gate.check_token(str(metadata.get("authorization", "")))
-                if not infers:
-                    return await answer(request)
-                with self.gate.admitted(_caller(context) if self.gate.limits.rate else ""):
-                    return await answer(request)
-            except asyncio.CancelledError:
-                result = "cancelled"
-                raise
+                    self.gate.check_rate(_caller(context))
+                with self.gate.receiving() as count:
+                    request = parse(await self._message(messages, count))
+                    with self.gate.admitted() if infers else nullcontext():
+                        response = await answer(request)
+                result = "ok"
+                return response
             except Exception as error:
-                status = status_of(error)
+                status = status_of(_as_request_error(error))
                 result = status.name
                 await context.abort(status.grpc, status.text)
             finally:
@@ -98,6 +101,17 @@ class Remote:
                     self.service.meters.ended("grpc", result)
 
         return guarded
+
+    async def _message(self, messages: AsyncIterable[bytes], count: Callable[[int], None]) -> bytes:
+        """Return the message of a request, and count its bytes."""
+        try:
+            async with asyncio.timeout(self.gate.limits.receive_seconds):
+                async for message in messages:
+                    count(len(message))
+                    return message
+        except TimeoutError as error:
+            raise TooSlowError("the request did not arrive in time") from error
+        raise RequestError("the request has no message")
 
     async def server_live(self, request: Any) -> Any:
         """Report that the process answers."""
@@ -145,7 +159,8 @@ class Remote:
     async def infer(self, request: Any) -> Any:
         """Return predictions; the tensors of the response are in binary format."""
         outputs = [output.name for output in request.outputs]
-        inference = Request(request.model_name, _inputs_in(request), request.model_version, request.id, outputs)
+        inputs = await off_loop(request.ByteSize(), _inputs_in, request)
+        inference = Request(request.model_name, inputs, request.model_version, request.id, outputs)
         answer = await self.service.infer(inference)
         response = MESSAGES["ModelInferResponse"](model_name=answer.model, model_version=answer.version, id=answer.id)
         for name, datatype, shape, array in described(answer.outputs):
@@ -155,8 +170,13 @@ class Remote:
 
 
 def _caller(context: Any) -> str:
-    """Return the address of a caller without its port."""
-    return str(context.peer()).rpartition(":")[0]
+    """Return the address of a caller without its port, as for HTTP."""
+    return unquote(str(context.peer()).partition(":")[2].rpartition(":")[0]).strip("[]")
+
+
+def _as_request_error(error: Exception) -> Exception:
+    """Return the error for a message that is not a valid protobuf message."""
+    return RequestError("the message is not valid, or compressed") if isinstance(error, DecodeError) else error
 
 
 def _inputs_in(request: Any) -> dict[str, Array]:
@@ -174,7 +194,7 @@ def _inputs_in(request: Any) -> dict[str, Array]:
             arrays[name] = from_raw(name, tensor.datatype, shape, raw[number])
             continue
         if tensor.datatype not in CONTENTS:
-            raise RequestError(f"input {name!r:.80}: {tensor.datatype} needs raw_input_contents")
+            raise RequestError(f"input {name!r:.80}: {tensor.datatype!r:.80} needs raw_input_contents")
         values = list(getattr(tensor.contents, CONTENTS[tensor.datatype]))
         arrays[name] = from_values(name, tensor.datatype, shape, values)
     return arrays

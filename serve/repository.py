@@ -11,7 +11,9 @@ from flwr.common.logger import log
 
 from posy.serve.batcher import Batcher
 from posy.serve.endpoints import Endpoint
+from posy.serve.meters import Meters
 from posy.serve.tensors import UnavailableError, UnknownModelError
+from posy.settings import SettingsError
 
 
 class Entry(NamedTuple):
@@ -59,6 +61,11 @@ class Repository:
         """The names of the models in service."""
         return list(self._entries)
 
+    @property
+    def waiting(self) -> int:
+        """The number of requests that wait for a model."""
+        return sum(entry.batcher.waiting for entry in self._entries.values())
+
     def __getitem__(self, name: str) -> Entry:
         """Return a model in service; raise :class:`UnknownModelError` or :class:`UnavailableError`."""
         if (entry := self._entries.get(name)) is not None:
@@ -88,9 +95,16 @@ class Repository:
         await asyncio.gather(*(entry.batcher.close() for entry in replaced))
 
     async def load(self, name: str) -> None:
-        """Read a model again and take it into service; raise :class:`UnknownModelError` if the run lacks it."""
+        """Read a model again and take it into service; raise :class:`UnknownModelError` if the run lacks it.
+
+        Raise :class:`UnavailableError` if the run's files cannot be read, for example while the run replaces them.
+        """
         async with self._changing:
-            endpoints = await asyncio.get_running_loop().run_in_executor(self._loader, self._load)
+            try:
+                endpoints = await asyncio.get_running_loop().run_in_executor(self._loader, self._load)
+            except Exception as error:
+                log(WARNING, "model %s cannot be loaded: %s", name, error)
+                raise UnavailableError("the models cannot be loaded now; the service's log has the reason") from error
             if name not in endpoints:
                 raise UnknownModelError(f"model {name!r} does not exist; the models are {', '.join(endpoints)}")
             replaced = self._entries.get(name)
@@ -117,7 +131,9 @@ class Repository:
         return Entry(endpoint, Batcher(endpoint.predict, self._executor))
 
 
-async def follow(repository: Repository, signature: Callable[[], object], seconds: float) -> None:
+async def follow(
+    repository: Repository, signature: Callable[[], object], loaded: object, seconds: float, meters: Meters
+) -> None:
     """Refresh a repository whenever the run's files have changed and are complete.
 
     Parameters
@@ -126,17 +142,32 @@ async def follow(repository: Repository, signature: Callable[[], object], second
         The models in service.
     signature : callable
         Returns a value that changes with the run's files.
+    loaded : object
+        The value before the models in service were read.
     seconds : float
         Time between two looks at the files. Files that are still changing between two looks are incomplete.
+    meters : Meters
+        Counts the reloads.
     """
-    loaded = previous = signature()
+    previous = loaded
     while True:
         await asyncio.sleep(seconds)
-        current = signature()
-        if current != loaded and current == previous:
-            try:
-                await repository.refresh()
-            except Exception as error:
-                log(WARNING, "the new models cannot be loaded, so the service keeps the current models: %s", error)
+        try:
+            current = await asyncio.to_thread(signature)
+        except (OSError, SettingsError) as error:
+            current = str(error)  # the run was removed, or a file disappeared between two steps
+        if current == previous and current != loaded:
             loaded = current
+            await _reload(repository, meters)
         previous = current
+
+
+async def _reload(repository: Repository, meters: Meters) -> None:
+    """Refresh a repository, or log why the service keeps the current models."""
+    try:
+        await repository.refresh()
+    except Exception as error:
+        log(WARNING, "the new models cannot be loaded, so the service keeps the current models: %s", error)
+        meters.reloaded(failed=True)
+    else:
+        meters.reloaded(failed=False)

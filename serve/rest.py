@@ -2,21 +2,23 @@
 
 import base64
 import binascii
+import contextlib
 import json
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
 from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from posy.serve.limits import Gate
-from posy.serve.service import Service, described
-from posy.serve.statuses import TooLargeError, status_of
+from posy.serve.limits import Gate, TooLargeError
+from posy.serve.service import Service, described, off_loop
+from posy.serve.statuses import status_of
 from posy.serve.tensors import (
     BYTES,
     Array,
@@ -30,10 +32,13 @@ from posy.serve.tensors import (
     from_values,
     to_raw,
     to_values,
+    utf8,
 )
 
 HEADER_LENGTH = "inference-header-content-length"
 """The HTTP header with the length of the JSON before the binary tensors."""
+MAX_DISCARDED = 256 << 20
+"""Maximum number of bytes of a refused body that the service receives."""
 Handler = Callable[[HttpRequest], Awaitable[HttpResponse]]
 
 
@@ -75,20 +80,24 @@ class Rest:
 
     def _guarded(self, handler: Handler) -> Handler:
         """Return a handler that checks the token and the limits, and turns errors into responses."""
-        is_open = handler in (self.live, self.ready)
+        is_open, is_limited = handler in (self.live, self.ready), handler not in (self.live, self.ready, self.metrics)
 
         async def guarded(request: HttpRequest) -> HttpResponse:
-            result = "ok"
+            result = "cancelled"
             try:
                 if not is_open:
                     self.gate.check_token(request.headers.get("authorization", ""))
-                if handler != self.infer:
-                    return await handler(request)
-                with self.gate.admitted(request.client.host if request.client else ""):
-                    return await handler(request)
+                if is_limited:
+                    self.gate.check_rate(request.client.host if request.client else "")
+                response = await handler(request)
+                result = "ok"
+                return response
+            except ClientDisconnect:
+                return HttpResponse(status_code=499)  # the caller has closed the connection
             except Exception as error:
                 status = status_of(error)
                 result = status.name
+                await _discard(request)
                 headers = {"www-authenticate": "Bearer"} if status.http == 401 else {}
                 return JSONResponse({"error": status.text}, status.http, headers)
             finally:
@@ -137,7 +146,8 @@ class Rest:
 
     async def index(self, request: HttpRequest) -> HttpResponse:
         """Return the models of the run and their states."""
-        body = _object(await self._body(request) or b"{}")
+        with self.gate.receiving() as count:
+            body = _object(await self._body(request, count) or b"{}")
         return JSONResponse([state._asdict() for state in self.service.index(ready=body.get("ready") is True)])
 
     async def load(self, request: HttpRequest) -> HttpResponse:
@@ -154,34 +164,52 @@ class Rest:
 
     async def infer(self, request: HttpRequest) -> HttpResponse:
         """Return predictions, in binary format if the request asks for it."""
-        body = await self._body(request)
+        with self.gate.receiving() as count:
+            body = await self._body(request, count)
+            with self.gate.admitted():
+                return await self._infer(request, body)
+
+    async def _infer(self, request: HttpRequest, body: bytes) -> HttpResponse:
+        """Return predictions, given the body of a request."""
         header = request.headers.get(HEADER_LENGTH)
         length = _header_length(header, len(body)) if header is not None else len(body)
-        content = _object(body[:length])
+        content = await off_loop(length, _object, body[:length])
         name, version = _model_in(request)
         inference = Request(
             name,
-            _inputs_in(content, memoryview(body)[length:]),
+            await off_loop(length, _inputs_in, content, memoryview(body)[length:]),
             version,
             _text(content, "id"),
             [_text(output, "name") for output in _objects(content, "outputs")],
         )
         response = await self.service.infer(inference)
-        return _response(response, _binary_outputs(content, response))
+        size = sum(array.nbytes for array in response.outputs.values())
+        return await off_loop(size, _response, response, _binary_outputs(content, response))
 
-    async def _body(self, request: HttpRequest) -> bytes:
-        """Return the body of a request, or raise :class:`TooLargeError` while it is being received."""
-        most = self.gate.limits.max_bytes
-        chunks, size = [], 0
-        declared = request.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > most:
-            raise TooLargeError(f"the request has {declared} bytes; at most {most} are allowed")
+    async def _body(self, request: HttpRequest, count: Callable[[int], None]) -> bytes:
+        """Return the body of a request, and count its bytes with a function that refuses too many of them."""
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise RequestError("the body is compressed; send it without Content-Encoding")
+        most, declared = self.gate.limits.max_bytes, request.headers.get("content-length", "")
+        if _number(declared, most) is None and declared:
+            raise TooLargeError(f"the request has {declared:.20} bytes; at most {most} are allowed")
+        chunks = []
         async for chunk in request.stream():
-            size += len(chunk)
-            if size > most:
-                raise TooLargeError(f"the request has more than {most} bytes")
+            count(len(chunk))
             chunks.append(chunk)
         return b"".join(chunks)
+
+
+async def _discard(request: HttpRequest) -> None:
+    """Receive the rest of a body, because many callers read no answer before they have sent the body."""
+    if request.headers.get("expect", "").lower() == "100-continue":
+        return
+    size = 0
+    with contextlib.suppress(RuntimeError, ClientDisconnect):  # the complete body was received, or the caller left
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > MAX_DISCARDED:
+                return
 
 
 def _model_in(request: HttpRequest) -> tuple[str, str]:
@@ -191,8 +219,15 @@ def _model_in(request: HttpRequest) -> tuple[str, str]:
 
 def _header_length(text: str, size: int) -> int:
     """Return the length of the JSON before the binary tensors."""
-    if not text.isdecimal() or int(text) > size:
+    if (length := _number(text, size)) is None:
         raise RequestError(f"{HEADER_LENGTH}: {text!r:.40} is not a number from 0 to the {size} bytes of the body")
+    return length
+
+
+def _number(text: str, most: int) -> int | None:
+    """Return the whole number in a header, or None if it is not a number from 0 to ``most``."""
+    if not text.isdecimal() or len(text) > 20 or int(text) > most:
+        return None
     return int(text)
 
 
@@ -201,7 +236,7 @@ def _object(body: bytes | memoryview) -> dict[str, Any]:
     try:
         content = json.loads(bytes(body))
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON: {error}") from error
+        raise RequestError(f"the body is not JSON: {error!s:.200}") from error
     if not isinstance(content, dict):
         raise RequestError("the body is not a JSON object")
     return content
@@ -220,6 +255,7 @@ def _text(content: Mapping[str, Any], key: str) -> str:
     text = content.get(key, "")
     if not isinstance(text, str):
         raise RequestError(f"{key}: {text!r:.40} is not a string")
+    utf8(key, text)
     return text
 
 

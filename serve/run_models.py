@@ -12,7 +12,8 @@ from posy.serve.endpoints import ClientEndpoint, ConfidenceEndpoint, Endpoint, E
 from posy.serve.router import RouterEndpoint
 from posy.server_app.record import Record
 from posy.server_app.routing import candidates_of, voters_of
-from posy.storage import read_metadata
+from posy.settings import SettingsError
+from posy.storage import is_locked, read_metadata
 
 SERVED, ENSEMBLE, ROUTER, VOTE, CONFIDENCE = "served", "ensemble", "router", "majority-vote", "confidence"
 """Names of the models that combine clients. A client with such a name is offered as ``client-N``."""
@@ -27,34 +28,71 @@ def load_endpoints(record: Record) -> dict[str, Endpoint]:
     Raises
     ------
     SettingsError
-        If the run has no clients' models.
+        If the run has no clients' models, or is replacing them.
     DamagedFileError
         If a file cannot be read.
     """
     run = record.name
+    recorded = _last_round(record)  # before the models, which the run may replace meanwhile
     models = {client: record.predictor(client) for client in record.names}
     endpoints: dict[str, Endpoint] = {}
     for client, model in models.items():
         name = name_of(client, model)
         name = f"client-{client}" if name in _RESERVED or name in endpoints else name
         endpoints[name] = ClientEndpoint({client: model}, run, record.scores(model))
-    first = next(iter(models.values()))
-    if shared := _shared_model(record, models):
+    if recorded is None:
+        return endpoints
+    # A combination contains one round, and omits clients that missed it.
+    latest = _latest_round(record, models, recorded)
+    current = {client: model for client, model in models.items() if model.round == latest}
+    first = next(iter(current.values()))
+    if shared := _shared_model(record, current):
         endpoints[SERVED] = ClientEndpoint(shared, run, {})
-    if len(models) == 1 or first.preprocessing.task.target != CLASSES:
+    if len(current) == 1 or first.preprocessing.task.target != CLASSES:
         return endpoints
     if len(first.members) > 1:
-        endpoints[ENSEMBLE] = EnsembleEndpoint(models, run, {})
+        endpoints[ENSEMBLE] = EnsembleEndpoint(current, run, {})
     if not first.settings.method.routes:
-        voters = {client: record.predictor(client, "local") for client in voters_of(record, first.settings)}
-        endpoints |= {VOTE: VoteEndpoint(voters, run, {}), CONFIDENCE: ConfidenceEndpoint(voters, run, {})}
+        voters = {c: record.predictor(c, "local") for c in voters_of(record, first.settings) if c in current}
+        _check_round(record, voters, latest)
+        if voters:
+            endpoints |= {VOTE: VoteEndpoint(voters, run, {}), CONFIDENCE: ConfidenceEndpoint(voters, run, {})}
     elif first.settings.data.scaling == "client":
         log(WARNING, "the service has no router, because with scaling = client the clients' inputs are not comparable")
     else:
         candidates, priors = candidates_of(record, first.settings)
-        members = {client: model for client, model in models.items() if client in candidates}
-        endpoints[ROUTER] = RouterEndpoint(members, run, {}, priors)
+        routed = {client: model for client, model in current.items() if client in candidates}
+        if routed:
+            endpoints[ROUTER] = RouterEndpoint(routed, run, {}, priors)
     return endpoints
+
+
+def _last_round(record: Record) -> int | None:
+    """Return the last round in the record of a run, or None for a node's models, which have no record of rounds."""
+    if not (record.path / "clients.csv").is_file():
+        return None
+    return int(record.clients["round"].max()) if len(record.clients) else 0
+
+
+def _latest_round(record: Record, models: Mapping[int, ClientModel], recorded: int) -> int:
+    """Return the latest round of which the models are complete, given the last round in the record.
+
+    Raise :class:`SettingsError` if the run is replacing the models.
+    """
+    rounds = {model.round for model in models.values()}
+    if max(rounds) > recorded and (is_locked(record.path) or _last_round(Record(record.path)) != recorded):
+        raise _unfinished(record, max(rounds))
+    return max((number for number in rounds if number <= recorded), default=max(rounds))
+
+
+def _check_round(record: Record, models: Mapping[int, ClientModel], expected: int) -> None:
+    """Raise :class:`SettingsError` if a model is of another round, because the run is replacing the models."""
+    if wrong_rounds := [model.round for model in models.values() if model.round != expected]:
+        raise _unfinished(record, wrong_rounds[0])
+
+
+def _unfinished(record: Record, number: int) -> SettingsError:
+    return SettingsError(f"{record.path}: the run is writing the models of round {number}; try again after the round")
 
 
 def _shared_model(record: Record, models: Mapping[int, ClientModel]) -> dict[int, ClientModel]:
@@ -65,7 +103,9 @@ def _shared_model(record: Record, models: Mapping[int, ClientModel]) -> dict[int
     if len({_identity(path) for path in paths}) > 1:
         return {}
     client = next(iter(models))
-    return {client: ClientModel.load(paths[0])}
+    shared = {client: ClientModel.load(paths[0])}
+    _check_round(record, shared, models[client].round)
+    return shared
 
 
 def _identity(path: Path) -> str:

@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,12 @@ from posy.serve.tensors import Array, RequestError
 
 MAX_PIXELS = 50_000_000
 """Maximum number of pixels in an image file."""
+MAX_PIXELS_OF_REQUEST = 8 * MAX_PIXELS
+"""Maximum number of pixels in all image files of a request."""
+MAX_NUMBERS = 1 << 26
+"""Maximum number of values in the preprocessed samples of a request."""
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+"""The formats of image files, as in training. Pillow's other formats include some that start programs."""
 
 
 class SampleReader:
@@ -61,12 +67,18 @@ class SampleReader:
                 f"{word} {_listed(group)}" for word, group in (("missing", missing), ("unknown", unknown)) if group
             ]
             raise RequestError(f"inputs: {'; '.join(words)}; the model expects {_listed(names)}")
+        p = self.preprocessing
+        count = max(len(array) if array.ndim else 1 for array in inputs.values())
+        if count * max(math.prod(p.task.input_shape), p.task.num_classes) > MAX_NUMBERS:
+            raise RequestError(f"inputs: {count} samples are too many for one request; split them")
         try:
             samples = self._table(inputs) if by_column else self._array(inputs[names[0]])
         except DataError as error:
             raise RequestError(str(error)) from error
-        p = self.preprocessing
-        return normalised(torch.from_numpy(np.array(samples)), p.task.kind, p.mean, p.std)
+        x = normalised(torch.from_numpy(np.array(samples)), p.task.kind, p.mean, p.std)
+        if x.is_floating_point() and not x.isfinite().all():
+            raise RequestError("inputs: a number is beyond the range of float32 after standardisation")
+        return x
 
     def _by_column(self, inputs: Mapping[str, Array]) -> tuple[TensorSpec, ...]:
         """Return the specification of each column if the request contains a table by columns, else an empty tuple."""
@@ -116,7 +128,7 @@ class SampleReader:
         if array.dtype == object:
             if self.preprocessing.sample_kind != "image" or channels not in MODES:
                 raise self._refused(array)
-            files = [_decoded(file, (width, height), MODES[channels]) for file in array.ravel()]
+            files = _images_in(array.ravel(), (width, height), MODES[channels])
             return np.stack(files) if files else np.empty((0, height, width, channels), np.uint8)
         if array.ndim not in (3, 4) or (array.dtype.kind == "f") != (self.preprocessing.sample_kind == "image-float"):
             raise self._refused(array)
@@ -187,15 +199,25 @@ def _written(value: float) -> str:
     return "" if math.isnan(value) else str(value)
 
 
-def _decoded(file: bytes, size: tuple[int, int], mode: str) -> Array:
-    """Return the pixels ``(H, W, C)`` of an image file, cropped and resized to a size."""
-    try:
-        with Image.open(io.BytesIO(file)) as image:
-            if image.width * image.height > MAX_PIXELS:
-                raise RequestError(f"an image of {image.width}x{image.height} pixels; at most {MAX_PIXELS} are allowed")
-            return pixels_of(image, size, mode)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, DataError) as error:
-        raise RequestError("an image file cannot be decoded") from error
+def _images_in(files: Iterable[bytes], size: tuple[int, int], mode: str) -> list[Array]:
+    """Return the pixels ``(H, W, C)`` of image files, cropped and resized to a size."""
+    images, total = list[Array](), 0
+    for file in files:
+        try:
+            with Image.open(io.BytesIO(file), formats=FORMATS) as image:
+                pixels = image.width * image.height
+                total += pixels
+                if pixels > MAX_PIXELS or total > MAX_PIXELS_OF_REQUEST:
+                    raise RequestError(
+                        f"an image of {image.width}x{image.height} pixels; at most {MAX_PIXELS} pixels are allowed in "
+                        f"an image, and {MAX_PIXELS_OF_REQUEST} in all images of a request"
+                    )
+                images.append(pixels_of(image, size, mode))
+        except RequestError:
+            raise
+        except Exception as error:  # a damaged file can make Pillow raise any error
+            raise RequestError("an image file cannot be decoded") from error
+    return images
 
 
 def _listed(names: Sequence[str]) -> str:

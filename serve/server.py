@@ -16,6 +16,7 @@ import grpc
 import uvicorn
 from flwr.common.logger import log
 
+from posy.serve.connections import Connection, close_slow_connections
 from posy.serve.endpoints import Endpoint
 from posy.serve.limits import Gate, Limits
 from posy.serve.meters import Meters
@@ -126,8 +127,10 @@ class ModelServer:
         options, self._loop = self.options, asyncio.get_running_loop()
         meters = Meters()
         repository = Repository(self._load)
+        meters.watch_waiting(lambda: repository.waiting)
         service = Service(repository, meters)
         gate = Gate(options.limits, options.credentials.tokens, meters)
+        loaded = self._signature()  # before the models are read, so that no later change is missed
         await repository.refresh()
         remote = self._grpc_server(Remote(service, gate))
         listening = _listen(options.host, options.http_port)
@@ -140,25 +143,25 @@ class ModelServer:
                 self._loop.add_signal_handler(number, self.stop)
         self._announce(repository.names)
         self.started.set()
-        following = asyncio.ensure_future(self._follow(repository))
+        background = [asyncio.ensure_future(close_slow_connections(http))]
+        if options.reload_seconds:
+            following = follow(repository, self._signature, loaded, options.reload_seconds, meters)
+            background.append(asyncio.ensure_future(following))
         try:
             await asyncio.wait([asyncio.ensure_future(self._ended.wait()), serving], return_when="FIRST_COMPLETED")
         finally:
-            following.cancel()
+            for task in background:
+                task.cancel()
             await service.stop(options.drain_seconds)
             http.should_exit = True
             await asyncio.gather(remote.stop(options.grace_seconds), serving)
             await repository.close()
             log(INFO, "The service has stopped")
 
-    async def _follow(self, repository: Repository) -> None:
-        if self.options.reload_seconds:
-            await follow(repository, self._signature, self.options.reload_seconds)
-
     def _announce(self, names: Sequence[str]) -> None:
         credentials = self.options.credentials
         scheme = "https" if credentials.certificate else "http"
-        host = f"[{self.options.host}]" if ":" in self.options.host else self.options.host
+        host = _bracketed(self.options.host)
         print(f"models   {', '.join(names)}")
         print(f"REST     {scheme}://{host}:{self.http_port}/v2")
         print(f"gRPC     {host}:{self.grpc_port}", flush=True)
@@ -171,10 +174,12 @@ class ModelServer:
                 ("grpc.max_receive_message_length", options.limits.max_bytes),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.so_reuseport", 0),
+                # gRPC limits the size of a message before its decompression only, so refuse compressed messages.
+                ("grpc.compression_enabled_algorithms_bitset", 1 << grpc.Compression.NoCompression),
             ]
         )
         server.add_generic_rpc_handlers((remote.handler(),))
-        address = f"{options.host}:{options.grpc_port}"
+        address = f"{_bracketed(options.host)}:{options.grpc_port}"
         try:
             if credentials.certificate is None:
                 self.grpc_port = server.add_insecure_port(address)
@@ -193,6 +198,8 @@ class ModelServer:
             access_log=False,
             lifespan="off",
             ws="none",
+            http=Connection,
+            proxy_headers=False,  # a caller could avoid the limit of its rate
             timeout_graceful_shutdown=int(options.grace_seconds) or None,
             ssl_certfile=credentials.certificate,
             ssl_keyfile=credentials.key,
@@ -210,13 +217,23 @@ def _grpc_credentials(credentials: Credentials) -> grpc.ServerCredentials:
     return grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)
 
 
+def _bracketed(host: str) -> str:
+    """Return a host as in an address with a port."""
+    return f"[{host}]" if ":" in host else host
+
+
 def _listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens, or raise :class:`SettingsError` if the port cannot be used."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise SettingsError(f"--host {host}: the address is unknown ({error.strerror})") from error
+    try:
         # asyncio switches Nagle's algorithm off only if the socket names its protocol.
         listening = socket.socket(family, kind, protocol)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:  # gRPC also accepts IPv4 on the address `::`
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not socket.has_dualstack_ipv6())
         listening.bind(address)
         listening.listen(BACKLOG)
         return listening

@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from posy.flower import versions
 from posy.serve.endpoints import PLATFORM, Endpoint
@@ -13,6 +13,9 @@ from posy.serve.tensors import Array, Request, RequestError, Response, Unavailab
 
 EXTENSIONS = ("binary_tensor_data", "model_repository")
 """The extensions of the protocol that the service supports."""
+Result = TypeVar("Result")
+LARGE = 1 << 20
+"""Size in bytes from which the service converts messages in a thread, so that it still answers other requests."""
 
 
 class Metadata(NamedTuple):
@@ -133,3 +136,10 @@ def _count(outputs: dict[str, Array]) -> int:
 def described(tensors: dict[str, Array]) -> Sequence[tuple[str, str, list[int], Array]]:
     """Return the name, data type, shape and values of each tensor."""
     return [(name, datatype_of(array), list(array.shape), array) for name, array in tensors.items()]
+
+
+async def off_loop(size: int, convert: Callable[..., Result], *arguments: Any) -> Result:
+    """Return the result of a function that converts a message of a size in bytes, in a thread if it is large."""
+    if size < LARGE:
+        return convert(*arguments)
+    return await asyncio.to_thread(convert, *arguments)

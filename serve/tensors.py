@@ -4,6 +4,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,12 @@ DATATYPES: dict[str, np.dtype[Any]] = {
     }.items()
 }  # fmt: skip
 """NumPy's data type for each data type of the protocol."""
+MAX_AXES = 8
+"""Maximum number of axes of a tensor."""
+MAX_SIZE = 1 << 31
+"""Maximum number of values of a tensor."""
+MAX_STRINGS = 100_000
+"""Maximum number of strings in a tensor, because a short string can become a large sample."""
 _NAMES = {dtype: name for name, dtype in DATATYPES.items()}
 
 
@@ -73,10 +80,17 @@ def datatype_of(array: Array) -> str:
 def checked_shape(name: str, datatype: str, shape: Iterable[int]) -> tuple[int, ...]:
     """Return a tensor's shape as a tuple; raise :class:`RequestError` if the shape or the data type is not valid."""
     if datatype not in DATATYPES:
-        raise RequestError(f"input {name!r}: data type {datatype!r} is not one of {', '.join(DATATYPES)}")
+        raise RequestError(f"input {name!r:.80}: data type {datatype!r:.80} is not one of {', '.join(DATATYPES)}")
     sizes = tuple(shape)
-    if not all(type(size) is int and size >= 0 for size in sizes):
-        raise RequestError(f"input {name!r}: shape {list(sizes)!r:.80} must contain whole numbers of at least 0")
+    if len(sizes) > MAX_AXES:
+        raise RequestError(f"input {name!r:.80}: a shape of {len(sizes)} sizes; at most {MAX_AXES} are allowed")
+    if not all(type(size) is int and 0 <= size <= MAX_SIZE for size in sizes):
+        problem = f"must contain whole numbers of at least 0, and at most {MAX_SIZE}"
+        raise RequestError(f"input {name!r:.80}: shape {list(sizes)!r:.80} {problem}")
+    if prod(filter(None, sizes)) > MAX_SIZE:  # NumPy multiplies the sizes even if one of them is 0
+        raise RequestError(f"input {name!r:.80}: shape {list(sizes)!r:.80} has more than {MAX_SIZE} values")
+    if datatype == BYTES and prod(sizes) > MAX_STRINGS:
+        raise RequestError(f"input {name!r:.80}: {prod(sizes)} strings; at most {MAX_STRINGS} are allowed")
     return sizes
 
 
@@ -93,7 +107,7 @@ def from_raw(name: str, datatype: str, shape: tuple[int, ...], raw: bytes | memo
     dtype = DATATYPES[datatype]
     if len(raw) != (expected := prod(shape) * dtype.itemsize):
         raise RequestError(
-            f"input {name!r}: {len(raw)} bytes, but {datatype} of shape {list(shape)} has {expected} bytes"
+            f"input {name!r:.80}: {len(raw)} bytes, but {datatype} of shape {list(shape)} has {expected} bytes"
         )
     return np.frombuffer(raw, dtype).reshape(shape)
 
@@ -110,7 +124,7 @@ def _strings(name: str, shape: tuple[int, ...], raw: memoryview) -> Array:
         strings.append(bytes(raw[end : end + length]))
         start = end + length
     if len(strings) != count or start != len(raw):
-        raise RequestError(f"input {name!r}: the bytes do not contain {count} strings with their lengths")
+        raise RequestError(f"input {name!r:.80}: the bytes do not contain {count} strings with their lengths")
     return as_objects(strings, shape)
 
 
@@ -136,25 +150,28 @@ def from_values(name: str, datatype: str, shape: tuple[int, ...], values: Any) -
     RequestError
         If the list does not match the shape, or contains values of another type.
     """
-    flat = _flattened(values)
+    flat = _flattened(values, len(shape))
     if len(flat) != (count := prod(shape)):
-        raise RequestError(f"input {name!r}: {len(flat)} values, but shape {list(shape)} has {count}")
+        raise RequestError(f"input {name!r:.80}: {len(flat)} values, but shape {list(shape)} has {count}")
     if datatype == BYTES:
         if not all(isinstance(value, str | bytes) for value in flat):
-            raise RequestError(f"input {name!r}: the data type is BYTES, so all values must be strings")
-        return as_objects([value.encode() if isinstance(value, str) else value for value in flat], shape)
+            raise RequestError(f"input {name!r:.80}: the data type is BYTES, so all values must be strings")
+        return as_objects([utf8(name, value) if isinstance(value, str) else value for value in flat], shape)
     dtype = DATATYPES[datatype]
+    # NumPy would convert numbers to strings if the list contained a string.
+    if not set(map(type, flat)) <= {int, float, bool, NoneType}:
+        raise RequestError(f"input {name!r:.80}: the values are not numbers of type {datatype}")
     numbers = [np.nan if value is None and dtype.kind == "f" else value for value in flat]
     try:
         array = np.array(numbers)
         if array.dtype.kind not in "biuf" or (dtype.kind in "iu" and array.dtype.kind == "f" and len(array)):
-            raise RequestError(f"input {name!r}: the values are not numbers of type {datatype}")
+            raise RequestError(f"input {name!r:.80}: the values are not numbers of type {datatype}")
         with np.errstate(over="raise", invalid="ignore"):
             converted = array.astype(dtype)
     except (ValueError, TypeError, OverflowError, FloatingPointError) as error:
-        raise RequestError(f"input {name!r}: the values are not numbers of type {datatype}") from error
+        raise RequestError(f"input {name!r:.80}: the values are not numbers of type {datatype}") from error
     if dtype.kind in "iu" and len(array) and not np.array_equal(converted, array):
-        raise RequestError(f"input {name!r}: a value is outside the range of {datatype}")
+        raise RequestError(f"input {name!r:.80}: a value is outside the range of {datatype}")
     return converted.reshape(shape)
 
 
@@ -166,10 +183,19 @@ def to_values(array: Array) -> list[Any]:
     return flat
 
 
-def _flattened(values: Any) -> list[Any]:
-    """Return the values of nested lists in order."""
-    if not isinstance(values, list):
-        return [values]
-    if not any(isinstance(value, list) for value in values):
-        return values
-    return [leaf for value in values for leaf in _flattened(value)]
+def utf8(name: str, text: str) -> bytes:
+    """Return text in UTF-8; raise :class:`RequestError` for half of a surrogate pair, which JSON can contain."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{name!r:.80}: a string is not valid Unicode") from error
+
+
+def _flattened(values: Any, axes: int) -> list[Any]:
+    """Return the values of nested lists in order, up to the depth that the number of axes allows."""
+    flat = values if isinstance(values, list) else [values]
+    for _ in range(axes):
+        if list not in set(map(type, flat)):
+            break
+        flat = [leaf for value in flat for leaf in (value if isinstance(value, list) else (value,))]
+    return flat
