@@ -106,6 +106,17 @@ class ClientModel(nn.Module):
         """Return the network's second output ``(B, M)``: logits over the clients."""
         return _outputs(self.members[0](x))[1]
 
+    def client_embedding(self, x: Tensor) -> Tensor | None:
+        """Return the embedding ``(B, D)`` in which distances to the clients' data are measured, if the method has one.
+
+        ``x`` has the shape ``(B, *input_shape)``, and at least one sample.
+        """
+        parts = [
+            self.settings.method.client_embedding(self.members[0], part) for part in torch.split(x, EVALUATION_BATCH)
+        ]
+        embeddings = [part for part in parts if part is not None]
+        return torch.cat(embeddings) if embeddings else None
+
     def prepare(self, samples: Iterable[Any]) -> Tensor:
         """Return preprocessed samples ``(B, *input_shape)``. :class:`Preprocessing` lists the accepted kinds of sample.
 

@@ -19,6 +19,7 @@ from posy.listing import print_table
 from posy.metrics import LABELS, VALUES
 from posy.server_app.record import Record
 from posy.server_app.routing import Answer
+from posy.storage import plain
 from posy.words import title
 
 MOST = 5
@@ -82,8 +83,12 @@ def route(run: str, files: Sequence[str], picture: Path | None = None, *, as_jso
         rows = zip(names, answers, warnings, strict=True)
         _print_json([{"input": name, **_route_as_dict(a, first), **_noted(texts)} for name, a, texts in rows])
     elif routed:
-        columns = ("input", "clients", "class", "probabilities")
-        cells = [(name, *_route_cells(answer, record.titles)) for name, answer in zip(names, answers, strict=True)]
+        calibrated = answers[0].distance is not None
+        columns = ("input", *["fit"] * calibrated, "clients", "class", "probabilities")
+        cells = [
+            (name, *[_fit(answer)] * calibrated, *_route_cells(answer, record.titles))
+            for name, answer in zip(names, answers, strict=True)
+        ]
         print_table("each input is routed to the client it most likely comes from", columns, cells)
     else:
         votes = [
@@ -111,7 +116,7 @@ def _route_as_dict(answer: Answer, router: ClientModel) -> dict[str, Any]:
         prediction: dict[str, Any] = {"class": None, "probabilities": None}
     else:
         prediction = _as_dict(answer.prediction, router)
-    return {"clients": answer.clients, "client": next(iter(answer.clients)), **prediction}
+    return {"clients": answer.clients, "client": next(iter(answer.clients)), **_distance(answer), **prediction}
 
 
 def _draw(picture: Path, names: Sequence[str], answers: Sequence[Answer], titles: Mapping[int, str]) -> None:
@@ -233,6 +238,18 @@ def _shares(shares: Mapping[str, float]) -> str:
     ranked = sorted(shares.items(), key=lambda item: -item[1])
     texts = [f"{name} {100 * share:.1f} %" for name, share in ranked if share >= SMALLEST]
     return ", ".join(texts[:MOST]) + ", …" * (len(texts) > MOST)
+
+
+def _fit(answer: Answer) -> str:
+    """Describe whether a client's data fits a sample, such as ``none fits (1.84)``, with the relative distance."""
+    return f"{'none fits' if answer.none_fits else 'fits'} ({answer.distance:.2f})"
+
+
+def _distance(answer: Answer) -> dict[str, Any]:
+    """Return the fields of an answer that exist if the distance is calibrated, for JSON."""
+    if answer.distance is None:
+        return {}
+    return {"none_fits": answer.none_fits, "distance": plain(answer.distance)}
 
 
 def _as_dict(prediction: Any, model: ClientModel) -> dict[str, Any]:

@@ -46,6 +46,11 @@ class TwoBranch(nn.Module):
         clients = run_blocks(self.client_blocks.values(), shared).flatten(1)
         return self.model.head(classes), self.client_head(clients)
 
+    def client_embedding(self, x: Tensor) -> Tensor:
+        """Return the input of the client classifier ``(B, D)``."""
+        blocks = list(self.model.blocks.values())[: self.shared_blocks]
+        return run_blocks((*blocks, *self.client_blocks.values()), x).flatten(1)
+
 
 def shared_blocks(model: ChainModel, level: str) -> int:
     """Return how many blocks the branches share at one of FedDRM's levels (Figs. 6 and 12).

@@ -1,6 +1,7 @@
 """Guide each query to the client whose data it most resembles, and answer with this client's model."""
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +11,11 @@ from posy.client_app.schema import TensorSpec, output_specs
 from posy.client_app.stored import ClientModel
 from posy.serve.endpoints import Endpoint, client_names, client_spec
 from posy.serve.tensors import Array
+from posy.server_app.none_fits import Calibration
 from posy.server_app.system import routing_scores
+
+NONE_FITS = TensorSpec("none_fits", "BOOL", (-1,), "whether the sample is far from every client's data")
+DISTANCE = TensorSpec("distance", "FP32", (-1,), "distance to the closest client's data; above 1, none fits")
 
 
 class RouterEndpoint(Endpoint):
@@ -26,6 +31,8 @@ class RouterEndpoint(Endpoint):
         Scores for the model card.
     priors : numpy.ndarray, (M,)
         The weights of all M clients of the run in the averaged loss.
+    calibration : Calibration or str
+        The calibrated distance to the clients' data, or why the run has none.
     """
 
     def __init__(
@@ -34,23 +41,32 @@ class RouterEndpoint(Endpoint):
         run: str,
         scores: Mapping[str, float],
         priors: npt.NDArray[np.float64],
+        calibration: Calibration | str,
     ) -> None:
         super().__init__(models, run, scores)
-        self._priors = priors
+        self._priors, self._calibration = priors, calibration
         self._absent: Collection[int] = [client for client in range(len(priors)) if client not in self.models]
         self._members = np.array(list(self.models))
         self._names = client_names(self.models)
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """The chosen client, its prediction, and the ranking of the clients."""
+        """The chosen client, its prediction, the ranking of the clients, and whether the query fits no client."""
         count = len(self.models)
         return (
             client_spec("the client that most likely has such samples; its model predicts the class"),
             *output_specs(self.first.preprocessing),
             TensorSpec("clients", "BYTES", (-1, count), "all clients, the most probable first"),
             TensorSpec("client_probabilities", "FP32", (-1, count), "probability of each client in `clients`"),
+            *(() if isinstance(self._calibration, str) else (NONE_FITS, DISTANCE)),
         )
+
+    @property
+    def card(self) -> dict[str, Any]:
+        """The model card, with the calibration of the distance."""
+        calibration = self._calibration
+        facts = {"reason": calibration} if isinstance(calibration, str) else dict(calibration.facts)
+        return super().card | {"none_fits": facts}
 
     def _answer(self, samples: Mapping[int, Tensor]) -> dict[str, Array]:
         x = next(iter(samples.values()))
@@ -67,7 +83,15 @@ class RouterEndpoint(Endpoint):
             class_spec.name: self._named(outputs.argmax(axis=1)),
             "clients": self._names[ranked],
             "client_probabilities": probabilities.gather(1, order).numpy(force=True),
+            **self._distances(x),
         }
+
+    def _distances(self, x: Tensor) -> dict[str, Array]:
+        """Return the outputs that exist if the distance is calibrated."""
+        if isinstance(self._calibration, str):
+            return {}
+        distances = self._calibration.relative(self.first, x)
+        return {NONE_FITS.name: distances > 1, DISTANCE.name: distances.astype(np.float32)}
 
     def _predictions(self, x: Tensor, chosen: Array) -> Array:
         """Return the outputs ``(n, C)`` of the chosen clients' models, given the position of each in ``models``."""

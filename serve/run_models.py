@@ -10,6 +10,7 @@ from posy.client_app.stored import ClientModel
 from posy.metrics import CLASSES
 from posy.serve.endpoints import ClientEndpoint, ConfidenceEndpoint, Endpoint, EnsembleEndpoint, VoteEndpoint, name_of
 from posy.serve.router import RouterEndpoint
+from posy.server_app.none_fits import Calibration
 from posy.server_app.record import Record
 from posy.server_app.routing import candidates_of, voters_of
 from posy.settings import SettingsError
@@ -63,7 +64,8 @@ def load_endpoints(record: Record) -> dict[str, Endpoint]:
         candidates, priors = candidates_of(record, first.settings)
         routed = {client: model for client, model in current.items() if client in candidates}
         if routed:
-            endpoints[ROUTER] = RouterEndpoint(routed, run, {}, priors)
+            calibration = Calibration.read(record.models, latest) or _reason(record)
+            endpoints[ROUTER] = RouterEndpoint(routed, run, {}, priors, calibration)
     return endpoints
 
 
@@ -112,3 +114,9 @@ def _identity(path: Path) -> str:
     """Return text that is equal for files with the same tensors and preprocessing."""
     metadata = read_metadata(path)
     return metadata.get("crc32", str(path)) + metadata["preprocessing"]
+
+
+def _reason(record: Record) -> str:
+    """Return why the distance to the clients' data is not calibrated."""
+    reason: str = record.summary.get("none-fits", {}).get("reason", "")
+    return reason or "the distance is calibrated at the end of a completed run; resume the run, or repeat it"

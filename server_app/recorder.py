@@ -32,6 +32,7 @@ from posy.server_app.progress import Progress, results_table
 from posy.server_app.record import Record
 from posy.server_app.results import RunDirectory, Status
 from posy.server_app.resume import WITHOUT_MODEL
+from posy.server_app.router_calibration import calibrate_run
 from posy.server_app.run_status import RunStatus
 from posy.server_app.system import SystemAccuracy, system_accuracy
 from posy.server_app.totals import Totals
@@ -121,6 +122,8 @@ class Recorder:
         self._versions: dict[int, str] = {}
         self.system: SystemAccuracy | None = None
         self._central_scores = CentralScores(central, strategy, workspace, self.directory.models) if central else None
+        self.none_fits: dict[str, Any] = {}
+        """The calibration of the router's distance (:func:`calibrate_run`); empty if the method does not route."""
         self.central: dict[str, Any] = {}
         """The scores on the central test set after the last round; empty without a central test set."""
         self.pooled: dict[str, Any] = {}
@@ -173,6 +176,8 @@ class Recorder:
         if status == "completed" and not self.settings.train.withholds_scores:
             self.system = system_accuracy(self.settings, self.strategy, self.workspace, self.directory)
         if status == "completed":
+            if self.settings.method.routes:
+                self.none_fits = calibrate_run(self.workspace, self.record())
             self._score_all_samples()
             if self.settings.data.fold and self.settings.run.secure_aggregation:
                 write_sums(self.directory.path, self.totals.sums, self.workspace.task)
@@ -378,6 +383,7 @@ class Recorder:
                 **self.totals.summary(self.columns.metric, settings.run.average_rounds),
                 **self._system_summary(),
                 **self.totals.early_stop(settings.run.patience, settings.method.point, self.columns.metric),
+                **({"none-fits": self.none_fits} if self.none_fits else {}),
                 **({"pooled": self.pooled} if self.pooled else {}),
                 **({"central": self.central} if self.central else {}),
                 **({"notices": self.notices} if self.notices else {}),

@@ -19,6 +19,7 @@ from posy.data.central import agreed_preprocessing
 from posy.data.inputs import Preprocessing
 from posy.data.settings import SITES
 from posy.metrics import CLASSES
+from posy.server_app.none_fits import Calibration
 from posy.server_app.system import routing_scores
 from posy.settings import SettingsError
 from posy.spread import majority_vote
@@ -81,11 +82,18 @@ class Answer(NamedTuple):
 
     ``clients`` maps each client to the probability that the sample is from this client, most probable first. If the
     first client's model is not in the folder, ``prediction`` is None. If the clients vote, ``clients`` is empty, and
-    ``prediction`` contains each class's fraction of the votes.
+    ``prediction`` contains each class's fraction of the votes. ``distance`` is the sample's relative distance to the
+    clients' data, if the run has a :class:`~posy.server_app.none_fits.Calibration`.
     """
 
     prediction: Prediction | None
     clients: dict[int, float]
+    distance: float | None = None
+
+    @property
+    def none_fits(self) -> bool | None:
+        """Whether the sample is far from every client's data, or None if the distance is not calibrated."""
+        return None if self.distance is None else self.distance > 1
 
 
 def router_of(record: StoredRun) -> ClientModel:
@@ -148,17 +156,19 @@ def _server_model(record: StoredRun, settings: Settings) -> ClientModel:
 @torch.no_grad()
 def _routed(record: StoredRun, router: ClientModel, samples: Sequence[Any]) -> list[Answer]:
     """Return the ranked clients, and the prediction of the first one if its model is in the folder."""
-    logits = router.client_logits(router.prepare(samples))
+    x = router.prepare(samples)
+    logits, calibration = router.client_logits(x), Calibration.read(record.models, router.round)
+    distances = [None] * len(x) if calibration is None else calibration.relative(router, x).tolist()
     candidates, weights = candidates_of(record, router.settings)
     absent = [client for client in range(logits.shape[1]) if client not in candidates]
     probabilities = routing_scores(router.settings.method, logits, weights, absent).softmax(dim=-1)
     stored = record.stored_names
     models = {client: record.predictor(client) for client in _firsts(probabilities) if client in stored}
     answers = []
-    for sample, row in zip(samples, probabilities, strict=True):
+    for sample, row, distance in zip(samples, probabilities, distances, strict=True):
         ranked = {c: float(row[c]) for c in row.argsort(descending=True, stable=True).tolist() if c in candidates}
         model = models.get(next(iter(ranked)))
-        answers.append(Answer(model.predict(sample) if model else None, ranked))
+        answers.append(Answer(model.predict(sample) if model else None, ranked, distance))
     return answers
 
 

@@ -18,7 +18,7 @@ from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.settings import MethodSettings
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from posy.strategies.settings import Settings
 
@@ -123,6 +123,11 @@ class FedDRMSettings(MethodSettings, robust=True, point="served"):
     def client_scores(self, outputs: "Tensor", weights: npt.NDArray[np.float64]) -> "Tensor":
         """Return the client branch's logits, adjusted for routing."""
         return routing_logits(outputs, weights, self.routing)
+
+    def client_embedding(self, network: "nn.Module", x: "Tensor") -> "Tensor":
+        """Return the input of the client classifier."""
+        embedding: Tensor = network.client_embedding(x)  # type: ignore[operator]
+        return embedding
 
 
 class FedDRM(PersonalisedStrategy):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # reading settings does not need PyTorch
 
     import numpy as np
     import numpy.typing as npt
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from posy.models.architecture import Architecture
     from posy.strategies.card import MethodCard
@@ -153,6 +153,20 @@ class MethodSettings:
             The weights of the clients in the server's mean.
         """
         raise NotImplementedError
+
+    def client_embedding(self, network: "nn.Module", x: "Tensor") -> "Tensor | None":
+        """Return the embedding ``(B, D)`` of samples in which distances to the clients' data are measured.
+
+        The result is None, the default, if the method has no such embedding. A query then always fits some client.
+
+        Parameters
+        ----------
+        network : torch.nn.Module
+            The network that all clients share.
+        x : Tensor, (B, *input_shape)
+            The samples.
+        """
+        return None
 
     def personal(self, network: "Architecture") -> tuple[str, ...]:
         """Return the names of the layers or individual tensors that stay on the client; by default none."""

@@ -1,0 +1,152 @@
+"""Calibrate the router's flag for queries that are far from every client's data.
+
+After a run of a method that routes queries, the server stores a reference: the mean of each client's training samples
+of each class in the method's embedding, and their covariance. It also stores a threshold for the distance to the
+reference, which is calibrated on the clients' validation samples. Only runs whose samples are on the server's machine
+have a reference.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from posy.client_app.stored import ClientModel
+from posy.data.client import ClientData
+from posy.outliers import Embeddings, Floats, Groups, Reference, conformal_threshold, distances, fit_reference
+from posy.storage import DamagedFileError, plain, read_arrays, write_arrays
+
+FILE = "routing.safetensors"
+"""Name of the file with the reference, in the run's folder of models."""
+FORMAT = "1"
+ALPHA = 0.05
+"""Maximum rate of false alarms for which the threshold is calibrated."""
+SMALLEST_THRESHOLD = 1e-6
+"""Minimum threshold: smaller distances are rounding errors."""
+MAX_SIZE = 4096
+"""Maximum size of an embedding, because the covariance has the square of this size."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A calibrated distance to the clients' data.
+
+    ``facts`` states the ``alpha`` of the threshold, the number of samples behind it, and the rates of false alarms.
+    """
+
+    reference: Reference
+    threshold: float
+    facts: Mapping[str, Any]
+
+    def relative(self, model: ClientModel, x: Tensor) -> Floats:
+        """Return the distances ``(n,)`` of samples ``(n, *input_shape)``, divided by the threshold.
+
+        No client's data fits a sample with a relative distance above 1.
+        """
+        return _distances(self.reference, model, x) / self.threshold
+
+    def write(self, models: Path, server_round: int) -> None:
+        """Write the calibration for the models of a round."""
+        arrays = {**self.reference._asdict(), "threshold": np.array([self.threshold])}
+        about = {"format": FORMAT, "round": str(server_round), "facts": json.dumps(self.facts)}
+        write_arrays(models / FILE, arrays, about)
+
+    @classmethod
+    def read(cls, models: Path, server_round: int) -> "Calibration | None":
+        """Return the calibration for the models of a round, or None if the folder has none for this round.
+
+        Raises
+        ------
+        DamagedFileError
+            If the file cannot be read.
+        """
+        path = models / FILE
+        if not path.is_file():
+            return None
+        arrays, about = read_arrays(path)
+        if about.get("format") != FORMAT:
+            raise DamagedFileError(f"{path} has the format {about.get('format')}, but this version reads {FORMAT}")
+        if about["round"] != str(server_round):  # the run was resumed, and has newer models
+            return None
+        reference = Reference(arrays["whitening"], arrays["means"])
+        return cls(reference, float(arrays["threshold"][0]), json.loads(about["facts"]))
+
+
+class NotCalibratedError(ValueError):
+    """The distance cannot be calibrated, for the reason in the message."""
+
+
+def calibrate(
+    model: ClientModel, clients: Sequence[int], data_of: Callable[[int], ClientData], alpha: float = ALPHA
+) -> Calibration:
+    """Return the calibration of the distance to the data of some clients.
+
+    Parameters
+    ----------
+    model : ClientModel
+        A model with the embedding that all clients share, on the device of the data.
+    clients : sequence of int
+        The clients to which queries can be routed.
+    data_of : callable
+        Returns the training, validation and test samples of a client.
+    alpha : float
+        Maximum rate of false alarms.
+
+    Raises
+    ------
+    NotCalibratedError
+        If the method has no embedding, the embedding is too large or not finite, or there are too few validation
+        samples.
+    """
+    needed, count = math.ceil(round(1 / alpha, 9)) - 1, sum(len(data_of(client).y_validation) for client in clients)
+    if count < needed:
+        remedy = "increase validation-fraction" if count else "repeat the run with validation-fraction = 0.1"
+        raise NotCalibratedError(f"the threshold needs at least {needed} validation samples, not {count}; {remedy}")
+
+    def training_samples() -> Iterator[tuple[Embeddings, Groups]]:
+        for data in filter(lambda data: len(data.y_train), map(data_of, clients)):
+            yield _embedded(model, data.x_train), data.y_train.numpy(force=True)
+
+    try:
+        reference = fit_reference(training_samples())
+    except (ValueError, np.linalg.LinAlgError) as error:
+        raise NotCalibratedError(str(error)) from error
+    validation, test = dict[int, Floats](), dict[int, Floats]()
+    for client, data in ((client, data_of(client)) for client in clients):
+        validation[client] = _distances(reference, model, data.x_validation)
+        test[client] = _distances(reference, model, data.x_test)
+    threshold = conformal_threshold(np.concatenate([*validation.values()]), alpha)
+    assert threshold is not None
+    threshold = max(threshold, SMALLEST_THRESHOLD)
+    alarms = {client: values > threshold for client, values in test.items() if len(values)}
+    facts = {
+        "alpha": alpha,
+        "threshold": threshold,
+        "validation-samples": count,
+        "test-samples": sum(map(len, alarms.values())),
+        "false-alarm-rate": np.concatenate([*alarms.values()]).mean() if alarms else None,
+        "client-false-alarm-rates": {client: values.mean() for client, values in alarms.items()},
+    }
+    return Calibration(reference, threshold, plain(facts))
+
+
+def _distances(reference: Reference, model: ClientModel, x: Tensor) -> Floats:
+    """Return the distances ``(n,)`` of samples ``(n, *input_shape)``; not every network accepts an empty batch."""
+    return distances(reference, _embedded(model, x)) if len(x) else np.zeros(0)
+
+
+@torch.inference_mode()
+def _embedded(model: ClientModel, x: Tensor) -> Embeddings:
+    """Return the embedding of samples ``(n, D)``, or raise :class:`NotCalibratedError` if it does not exist."""
+    embedding = model.client_embedding(x)
+    if embedding is None:
+        raise NotCalibratedError("the method has no client_embedding")
+    if embedding.shape[1] > MAX_SIZE:
+        raise NotCalibratedError(f"the embedding has {embedding.shape[1]} numbers, more than {MAX_SIZE}")
+    return embedding.float().numpy(force=True)
