@@ -36,8 +36,8 @@ def test_distances_by_hand() -> None:
     """The whitening halves the first axis, and the means are already whitened."""
     reference = Reference(np.diag([0.5, 1.0]), np.array([[0.5, 0.0], [0.0, 1.0]]))
     # (2, 0) has the direction (1, 0), which is a mean. (-1, 0) is (-0.5, 0) after whitening.
-    found = distances(reference, np.array([[2.0, 0.0], [-1.0, 0.0], [0.0, 0.0], [np.nan, 0.0], [np.inf, 0.0]]))
-    assert found.tolist() == pytest.approx([0, 1, 0.5, math.inf, math.inf])
+    results = distances(reference, np.array([[2.0, 0.0], [-1.0, 0.0], [0.0, 0.0], [np.nan, 0.0], [np.inf, 0.0]]))
+    assert results.tolist() == pytest.approx([0, 1, 0.5, math.inf, math.inf])
 
 
 def test_covariance_of_two_groups_by_hand() -> None:
@@ -56,8 +56,8 @@ def test_shrinkage_equals_scikit_learns(shape: tuple[int, int]) -> None:
     x = np.random.default_rng(0).normal(size=shape) * np.arange(1, shape[1] + 1)
     expected, weight = ledoit_wolf(x, assume_centered=True)
     assert weight > 1e-4
-    found = shrunk(x.T @ x / len(x), float(((x**2).sum(axis=1) ** 2).mean()), len(x))
-    np.testing.assert_allclose(found, expected)
+    results = shrunk(x.T @ x / len(x), float(((x**2).sum(axis=1) ** 2).mean()), len(x))
+    np.testing.assert_allclose(results, expected)
 
 
 def test_groups_of_one_sample_give_euclidean_distances() -> None:
@@ -85,9 +85,9 @@ def test_constant_features_and_few_samples_have_finite_distances() -> None:
 def test_parts_are_separate_groups_and_empty_parts_are_skipped() -> None:
     x = np.random.default_rng(2).normal(size=(12, 3))
     groups = np.array([0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3])
-    whole = fit_reference([(x, groups)])
+    undivided = fit_reference([(x, groups)])
     divided = fit_reference([(x[:6], groups[:6]), (x[:0], groups[:0]), (x[6:], groups[6:] - 2)])
-    np.testing.assert_allclose(distances(divided, x), distances(whole, x))
+    np.testing.assert_allclose(distances(divided, x), distances(undivided, x))
 
 
 @pytest.mark.parametrize(("x", "message"), [(np.zeros((0, 2)), "no training samples"), ([[np.inf, 1]], "not finite")])
@@ -164,11 +164,11 @@ def test_the_router_of_the_service_answers_as_the_record_does(record: Record) ->
     x = np.concatenate([noise(10), digits])
     outputs = router.predict([{"image": x[:5, None]}, {"image": x[5:, None]}, {"image": x[:0, None]}])
     assert not any(isinstance(each, Exception) for each in outputs)
-    found = {name: np.concatenate([each[name] for each in outputs]) for name in ("none_fits", "distance")}  # type: ignore[index]
-    assert [(name, array.dtype) for name, array in found.items()] == [("none_fits", bool), ("distance", np.float32)]
+    results = {name: np.concatenate([each[name] for each in outputs]) for name in ("none_fits", "distance")}  # type: ignore[index]
+    assert [(name, array.dtype) for name, array in results.items()] == [("none_fits", bool), ("distance", np.float32)]
     answers = record.route(x)
-    np.testing.assert_allclose(found["distance"], [answer.distance for answer in answers], rtol=1e-4)
-    assert found["none_fits"].tolist() == [answer.none_fits for answer in answers]
+    np.testing.assert_allclose(results["distance"], [answer.distance for answer in answers], rtol=1e-4)
+    assert results["none_fits"].tolist() == [answer.none_fits for answer in answers]
     assert router.card["none_fits"] == record.summary["none-fits"]
     assert [spec["name"] for spec in router.card["outputs"]][-2:] == ["none_fits", "distance"]
     json.dumps(router.card)
