@@ -86,7 +86,7 @@ def route(run: str, files: Sequence[str], picture: Path | None = None, *, as_jso
         calibrated = answers[0].distance is not None
         columns = ("input", *["fit"] * calibrated, "clients", "class", "probabilities")
         cells = [
-            (name, *[_fit(answer)] * calibrated, *_route_cells(answer, record.titles))
+            (name, *([_fit(answer)] if calibrated else []), *_route_cells(answer, record.titles))
             for name, answer in zip(names, answers, strict=True)
         ]
         print_table("each input is routed to the client it most likely comes from", columns, cells)
