@@ -81,6 +81,11 @@ class Endpoint(ABC):
         -------
         list
             The outputs for each request, keyed by name, or the exception that the request has caused.
+
+        Raises
+        ------
+        RequestError
+            If the model's output for a sample is not a number.
         """
         answers: list[dict[str, Array] | Exception] = []
         usable: list[tuple[int, dict[int, Tensor]]] = []
@@ -121,7 +126,10 @@ class Endpoint(ABC):
         """Return a model's outputs ``(n, C)`` for samples ``(n, *input_shape)``."""
         if not len(x):
             return np.empty((0, len(model.class_names)), np.float32)
-        return torch.cat([model(part) for part in torch.split(x, EVALUATION_BATCH)]).numpy(force=True)
+        outputs = torch.cat([model(part) for part in torch.split(x, EVALUATION_BATCH)]).numpy(force=True)
+        if np.isnan(outputs).any():  # a class would be arbitrary
+            raise RequestError("the model's output is not a number; the inputs may be too large")
+        return outputs
 
     def _named(self, indices: Array) -> Array:
         """Return the names of classes, given their indices ``(n,)``."""
@@ -149,10 +157,10 @@ class ClientEndpoint(Endpoint):
     def _described(self, outputs: Array, x: Tensor) -> dict[str, Array]:
         """Return the outputs by name, given the model's outputs ``(n, C)`` and the samples."""
         task = self.first.preprocessing.task
-        first, *others = self.outputs
+        first, *further = self.outputs
         answer = {first.name: outputs}
         if task.target == CLASSES:
-            answer[others[0].name] = self._named(outputs.argmax(axis=1))
+            answer[further[0].name] = self._named(outputs.argmax(axis=1))
         if task.target == LABELS:
             answer[LABEL_FLAGS.name] = outputs >= self.first.settings.run.threshold
         if task.kind == "features":

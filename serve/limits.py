@@ -22,6 +22,10 @@ class NotAuthorisedError(Exception):
     """A request without a valid token."""
 
 
+class ForbiddenError(Exception):
+    """A request from a web page."""
+
+
 class TooLargeError(RequestError):
     """A request with more bytes than the service accepts."""
 
@@ -71,10 +75,13 @@ class Gate:
         self._active = self._pending = 0
         self._allowances: OrderedDict[str, tuple[float, float]] = OrderedDict()  # requests and time, keyed by caller
 
-    @property
-    def needs_token(self) -> bool:
-        """Whether callers need a token."""
-        return bool(self._tokens)
+    def check_origin(self, origin: str) -> None:
+        """Raise :class:`ForbiddenError` for a request from a web page, unless callers need a token.
+
+        A page from another machine can make this machine's browser call the service, but does not know the tokens.
+        """
+        if origin and not self._tokens:
+            raise ForbiddenError("the service answers requests from web pages only if it has tokens")
 
     def check_token(self, authorization: str) -> None:
         """Raise :class:`NotAuthorisedError` unless the header ``Authorization`` contains a valid token."""

@@ -86,6 +86,7 @@ class Rest:
             result = "cancelled"
             try:
                 if not is_open:
+                    self.gate.check_origin(request.headers.get("origin", ""))
                     self.gate.check_token(request.headers.get("authorization", ""))
                 if is_limited:
                     self.gate.check_rate(request.client.host if request.client else "")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import grpc
 from flwr.common.logger import log
 
-from posy.serve.limits import NotAuthorisedError, TooLargeError, TooSlowError
+from posy.serve.limits import ForbiddenError, NotAuthorisedError, TooLargeError, TooSlowError
 from posy.serve.tensors import OverloadedError, RequestError, UnavailableError, UnknownModelError
 
 Code = grpc.StatusCode
@@ -29,6 +29,7 @@ class Status(NamedTuple):
 
 _STATUSES: dict[type[Exception], tuple[int, grpc.StatusCode]] = {
     NotAuthorisedError: (401, Code.UNAUTHENTICATED),
+    ForbiddenError: (403, Code.PERMISSION_DENIED),
     UnknownModelError: (404, Code.NOT_FOUND),
     TooLargeError: (413, Code.RESOURCE_EXHAUSTED),
     TooSlowError: (408, Code.DEADLINE_EXCEEDED),

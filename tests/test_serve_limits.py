@@ -16,13 +16,17 @@ from urllib.request import Request, urlopen
 import grpc
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from test_serve import Running, images, infer, record  # noqa: F401 - a fixture
 
 from posy.serve import connections
+from posy.serve.batcher import Batcher
 from posy.serve.limits import Limits
 from posy.serve.messages import MESSAGES
+from posy.serve.run_models import load_endpoints
 from posy.serve.server import Options
+from posy.serve.tensors import RequestError
 from posy.server_app.record import Record
 
 Code = grpc.StatusCode
@@ -268,6 +272,36 @@ def test_half_sent_bodies_and_idle_connections_are_closed(service: Running, monk
         connection.close()
 
 
+def test_all_bodies_together_have_a_limit(service: Running) -> None:
+    sockets = [socket.create_connection(("127.0.0.1", service.server.http_port), 30) for _ in range(40)]
+    head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: {MAX_BYTES}\r\n\r\n".encode()
+    for connection in sockets:
+        connection.sendall(head + bytes(MAX_BYTES - 10))  # 40 MB in all, and the limit is 16 MB
+    time.sleep(0.5)
+    for connection in sockets[-5:]:
+        connection.sendall(bytes(10))
+        assert connection.recv(1000).startswith(b"HTTP/1.1 429")
+    for connection in sockets:
+        connection.close()
+    time.sleep(0.5)
+    assert post(service, bytes(MAX_BYTES))[0] == 400
+
+
+def test_web_pages_cannot_call_a_service_without_tokens(service: Running) -> None:
+    for path in (INFER, "/v2/repository/models/client-0/unload"):
+        assert post(service, b"{}", path, Origin="https://example.org")[0] == 403
+        assert post(service, b"{}", path, Origin="null")[0] == 403
+
+
+def test_an_output_that_is_not_a_number_is_an_error(record: Record) -> None:  # noqa: F811
+    for endpoint in load_endpoints(record).values():
+        for model in endpoint.models.values():
+            for parameter in model.parameters():
+                parameter.data.fill_(torch.nan)
+        with pytest.raises(RequestError, match="not a number"):
+            endpoint.predict([{"image": images(1)}])
+
+
 def test_a_caller_that_leaves_is_no_error(service: Running, caplog: pytest.LogCaptureFixture) -> None:
     head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode()
     for _ in range(10):
@@ -284,8 +318,6 @@ def test_a_caller_that_leaves_is_no_error(service: Running, caplog: pytest.LogCa
 
 
 def test_one_request_that_makes_the_model_fail_does_not_fail_the_others() -> None:
-    from posy.serve.batcher import Batcher
-
     def predict(batch: Sequence[Any]) -> list[Any]:
         if any(len(inputs["x"]) == 3 for inputs in batch):
             raise MemoryError
