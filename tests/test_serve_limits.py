@@ -9,6 +9,7 @@ import struct
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -273,16 +274,20 @@ def test_half_sent_bodies_and_idle_connections_are_closed(service: Running, monk
 
 
 def test_all_bodies_together_have_a_limit(service: Running) -> None:
-    sockets = [socket.create_connection(("127.0.0.1", service.server.http_port), 30) for _ in range(40)]
     head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: {MAX_BYTES}\r\n\r\n".encode()
-    for connection in sockets:
-        connection.sendall(head + bytes(MAX_BYTES - 10))  # 40 MB in all, and the limit is 16 MB
-    time.sleep(0.5)
-    for connection in sockets[-5:]:
-        connection.sendall(bytes(10))
-        assert connection.recv(1000).startswith(b"HTTP/1.1 429")
-    for connection in sockets:
-        connection.close()
+    with ExitStack() as stack:
+        address = ("127.0.0.1", service.server.http_port)
+        sockets = [stack.enter_context(socket.create_connection(address, 30)) for _ in range(40)]
+        for connection in sockets:
+            connection.sendall(head + bytes(MAX_BYTES - 10))  # 40 MB in all, and the limit is 16 MB
+        time.sleep(0.5)
+        statuses = set()
+        for connection in sockets:
+            with suppress(ConnectionError):  # the service may close a connection after it has refused the body
+                connection.sendall(bytes(10))
+                statuses.add(connection.recv(1000)[:12])
+        # A refused body makes room for others, which are not JSON.
+        assert b"HTTP/1.1 429" in statuses <= {b"HTTP/1.1 429", b"HTTP/1.1 400", b""}
     time.sleep(0.5)
     assert post(service, bytes(MAX_BYTES))[0] == 400
 
