@@ -26,8 +26,6 @@ MOST = 5
 """Maximum number of probabilities per table row."""
 MOST_WARNED = 10
 """Maximum number of warnings about values far from the training samples."""
-MODELS = "models"
-"""The folder of models in a run's folder."""
 SMALLEST = 0.0005
 """Smallest probability that a table shows."""
 
@@ -54,9 +52,7 @@ def predict(run: str, client: str, files: Sequence[str], point: str = "", *, as_
         _print_json([{"input": name, **_as_dict(p, model), **_noted(texts)} for name, p, texts in answers])
         return
     heading = f"{title(model.client, model.site)}, {model.point} model of round {model.round}"
-    heading += f" of {record.path.parent.name if record.path.name == MODELS else record.path.name}" * bool(
-        record.library
-    )
+    heading += f" of {record.name}" * bool(record.library)
     if model.preprocessing.task.target == VALUES:
         values = [(name, *(f"{v:.6g}" for v in p.values())) for name, p in zip(names, predictions, strict=True)]
         print_table(heading, ("input", *model.class_names), values)

@@ -54,7 +54,9 @@ def load_endpoints(record: Record) -> dict[str, Endpoint]:
     if len(first.members) > 1:
         endpoints[ENSEMBLE] = EnsembleEndpoint(current, run, {})
     if not first.settings.method.routes:
-        voters = {c: record.predictor(c, "local") for c in voters_of(record, first.settings) if c in current}
+        # A client that has not trained in the last round has no local model, and votes with its served model.
+        numbers = [client for client in voters_of(record, first.settings) if client in current]
+        voters = {client: ClientModel.load(record.files[client]) for client in numbers}
         _check_round(record, voters, latest)
         if voters:
             endpoints |= {VOTE: VoteEndpoint(voters, run, {}), CONFIDENCE: ConfidenceEndpoint(voters, run, {})}

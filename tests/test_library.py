@@ -16,9 +16,12 @@ from sklearn.datasets import load_digits
 
 import posy
 from posy.client_app.library import PIN, Library
+from posy.client_app.stored import ClientModel
 from posy.commands import cli
 from posy.flower import record_in
+from posy.serve.run_models import load_endpoints
 from posy.server_app.app import run
+from posy.server_app.record import Record
 from posy.settings import SettingsError
 from posy.storage import read_arrays, write_arrays
 from posy.strategies import exchange
@@ -146,6 +149,22 @@ def test_a_pinned_run_is_the_current_one(state: Path, runs: Path, capsys: pytest
     assert "'nowhere': no run in" in error and "newest runs: " in error
     _, error = posy_command(capsys, "models", runs / "runs", "--use", "complete", status=2)
     assert "is a server's run" in error
+
+
+def test_the_service_offers_the_current_models(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    endpoints = load_endpoints(Record.find(state))
+    assert endpoints.keys() == {"site-0", "site-1", "site-2"}
+    assert endpoints["site-0"].version == "2"
+    posy_command(capsys, "models", state, "--use", "complete")
+    assert Record.find(state).name == folder_of(state, "complete").name
+
+
+def test_a_client_without_a_local_model_votes_with_its_served_model(tmp_path: Path) -> None:
+    small: dict[str, Any] = {"num_clients": 4, "max_samples": 200, "num_server_rounds": 1, "output_dir": str(tmp_path)}
+    record = posy.run(method="fedavg", model="linear", fraction_train=0.5, **small)
+    endpoints = load_endpoints(record)
+    assert {ClientModel.load(path).point for path in record.files.values()} == {"served", "local"}
+    assert list(endpoints["majority-vote"].models) == [0, 1, 2, 3]
 
 
 def test_models_in_another_folder_are_found(runs: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
