@@ -21,6 +21,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
+from torch.nn.functional import normalize
 
 import posy
 from benchmarks.measure import percent
@@ -38,7 +39,6 @@ from posy.outliers import (
     conformal_threshold,
     distances,
     fit_reference,
-    unit_rows,
 )
 
 Images = npt.NDArray[np.uint8]
@@ -50,7 +50,7 @@ QUERIES = 500
 """Maximum number of foreign images of each kind."""
 NEIGHBOURS = 5
 ALPHA = 0.05
-USED = "unit Mahalanobis, client branch, by client and class"
+USED = "Mahalanobis, client branch or first blocks"
 """The score that Posy uses."""
 COMMON = {
     **{"method": "feddrm", "num_clients": 8, "dirichlet_alpha": 0.3, "validation_fraction": 0.2, "momentum": 0.9},
@@ -113,28 +113,38 @@ def foreign(name: str) -> dict[str, Images]:
 
 
 class Outputs(NamedTuple):
-    """A network's outputs for n samples: both branches' embeddings ``(n, D)``, and their logits."""
+    """A network's outputs for n samples: embeddings ``(n, D)`` and logits.
 
-    classes: Embeddings
+    ``clients`` and ``classes`` are the inputs of the two branches' classifiers, scaled to unit length. ``blocks``
+    contains the means and standard deviations of the first blocks' channels, or zeros if there are no channels.
+    """
+
     clients: Embeddings
+    classes: Embeddings
+    unscaled: Embeddings
     class_logits: Floats
     client_logits: Floats
+    blocks: Embeddings
 
 
 @torch.no_grad()
 def outputs_of(model: ClientModel, x: Tensor) -> Outputs:
     """Return the outputs of a two-branch network."""
     network: Any = model.members[0]
-    parts = [
-        (network.model.body(part), network.client_embedding(part), *network(part))
-        for part in torch.split(x, EVALUATION_BATCH)
-    ]
+    unscaled: list[Tensor] = []
+    handle = network.client_head.register_forward_pre_hook(lambda _, inputs: unscaled.append(inputs[0]))
+    parts = []
+    for part in torch.split(x, EVALUATION_BATCH):
+        logits, (clients, *blocks) = network(part), network.client_embeddings(part)
+        classes = normalize(network.model.body(part))
+        parts.append((clients, classes, unscaled[-1], *logits, blocks[0] if blocks else torch.zeros(len(part), 1)))
+    handle.remove()
     return Outputs(*(torch.cat(tensors).numpy() for tensors in zip(*parts, strict=True)))
 
 
 def nearest_neighbour(train: Embeddings, embeddings: Embeddings) -> Floats:
     """Return the negative cosine to the fifth closest training sample, ``(n,)`` (Sun et al., 2022)."""
-    return -np.sort(unit_rows(embeddings) @ unit_rows(train).T, axis=1)[:, -NEIGHBOURS]
+    return -np.sort(embeddings @ train.T, axis=1)[:, -NEIGHBOURS]
 
 
 def distance_in(reference: Reference, name: str, outputs: Outputs) -> Floats:
@@ -145,19 +155,27 @@ def distance_in(reference: Reference, name: str, outputs: Outputs) -> Floats:
 def scores(train: Outputs, owner: Groups, y: Groups, prior: Floats) -> dict[str, Score]:
     """Return the compared scores, keyed by name. A higher score means farther from the clients' data."""
     pairs = owner * 1000 + y
-    by_name: dict[str, Score] = {}
-    for groups, by in ((owner, "client"), (y, "class"), (pairs, "client and class")):
-        for name in ("clients", "classes"):
-            reference = fit_reference([(getattr(train, name), groups)])
-            branch = {"clients": "client branch", "classes": "class branch"}[name]
-            by_name[f"unit Mahalanobis, {branch}, by {by}"] = partial(distance_in, reference, name)
-    close, wide = (fit_reference([(train.clients, groups)]) for groups in (pairs, np.zeros_like(owner)))
-    both = fit_reference([(np.hstack([unit_rows(train.clients), unit_rows(train.classes)]), pairs)])
+    references = {
+        (name, by): fit_reference([(getattr(train, name), groups)])
+        for name in ("clients", "classes", "unscaled", "blocks")
+        for by, groups in (("class", y), ("client", owner), ("client and class", pairs), ("all", 0 * y))
+    }
+    by_name: dict[str, Score] = {
+        f"Mahalanobis, {title}, by {by}": partial(distance_in, references[name, by], name)
+        for name, by, title in (
+            ("clients", "client and class", "client branch"),
+            ("clients", "class", "client branch"),
+            ("clients", "client", "client branch"),
+            ("classes", "client and class", "class branch"),
+            ("unscaled", "client and class", "client branch without unit length"),
+            ("blocks", "client and class", "first blocks"),
+        )
+    }
+    close, wide = references["clients", "client and class"], references["clients", "all"]
+    blocks = references["blocks", "client and class"]
+    by_name[USED] = lambda o: np.maximum(distances(close, o.clients), distances(blocks, o.blocks))
     log_prior = np.log(prior)
     return by_name | {
-        "unit Mahalanobis, both branches, by client and class": lambda o: distances(
-            both, np.hstack([unit_rows(o.clients), unit_rows(o.classes)])
-        ),
         "relative Mahalanobis, client branch": lambda o: (
             distances(close, o.clients) ** 2 - distances(wide, o.clients) ** 2
         ),

@@ -106,16 +106,14 @@ class ClientModel(nn.Module):
         """Return the network's second output ``(B, M)``: logits over the clients."""
         return _outputs(self.members[0](x))[1]
 
-    def client_embedding(self, x: Tensor) -> Tensor | None:
-        """Return the embedding ``(B, D)`` in which distances to the clients' data are measured, if the method has one.
+    def client_embeddings(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the embeddings ``(B, D)`` in which distances to the clients' data are measured, if there are any.
 
         ``x`` has the shape ``(B, *input_shape)``, and at least one sample.
         """
-        parts = [
-            self.settings.method.client_embedding(self.members[0], part) for part in torch.split(x, EVALUATION_BATCH)
-        ]
-        embeddings = [part for part in parts if part is not None]
-        return torch.cat(embeddings) if embeddings else None
+        method, network = self.settings.method, self.members[0]
+        batches = [method.client_embeddings(network, batch) for batch in torch.split(x, EVALUATION_BATCH)]
+        return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
 
     def prepare(self, samples: Iterable[Any]) -> Tensor:
         """Return preprocessed samples ``(B, *input_shape)``. :class:`Preprocessing` lists the accepted kinds of sample.

@@ -2,12 +2,18 @@
 
 import copy
 
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 
 from posy.models.chain import ChainModel, run_blocks
 from posy.models.layers import kaiming_linear, reset_parameters
 from posy.models.own import CustomModel
 from posy.randomness import seed_of, seeded
+
+STATISTICS_BLOCKS = 2
+"""Number of shared blocks whose channels' means and standard deviations embed an image."""
+IMAGE_AXES = 4
 
 
 class TwoBranch(nn.Module):
@@ -46,10 +52,20 @@ class TwoBranch(nn.Module):
         clients = run_blocks(self.client_blocks.values(), shared).flatten(1)
         return self.model.head(classes), self.client_head(clients)
 
-    def client_embedding(self, x: Tensor) -> Tensor:
-        """Return the input of the client classifier ``(B, D)``."""
-        blocks = list(self.model.blocks.values())[: self.shared_blocks]
-        return run_blocks((*blocks, *self.client_blocks.values()), x).flatten(1)
+    def client_embeddings(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return embeddings in which foreign samples are far from the clients' samples.
+
+        The first embedding is the input of the client classifier ``(B, D)``, scaled to unit length. For images, the
+        second one contains the mean and the standard deviation of each channel after the first shared blocks. These
+        blocks still distinguish images that a weakly trained network maps to similar inputs of its classifier.
+        """
+        statistics: list[Tensor] = []
+        for number, block in enumerate(list(self.model.blocks.values())[: self.shared_blocks]):
+            x = run_blocks([block], x)
+            if x.dim() == IMAGE_AXES and number < STATISTICS_BLOCKS:
+                statistics += [x.mean((2, 3)), x.std((2, 3), correction=0)]
+        clients = normalize(run_blocks(self.client_blocks.values(), x).flatten(1))
+        return (clients, torch.cat(statistics, 1)) if statistics else (clients,)
 
 
 def shared_blocks(model: ChainModel, level: str) -> int:

@@ -1,8 +1,9 @@
 """Detect samples that are far from all training samples, by their distance in an embedding of a network.
 
 The distance is the Mahalanobis distance to the closest mean of a group of training samples (Lee et al., 2018, "A Simple
-Unified Framework for Detecting Out-of-Distribution Samples and Adversarial Attacks"). Embeddings are scaled to unit
-length. All groups share one covariance, which is shrunk by the rule of Ledoit and Wolf (2004).
+Unified Framework for Detecting Out-of-Distribution Samples and Adversarial Attacks"). All groups share one covariance,
+which is shrunk by the rule of Ledoit and Wolf (2004). Distances are divided by their root mean square over the training
+samples, so that distances in several embeddings are comparable.
 """
 
 import math
@@ -43,26 +44,20 @@ def fit_reference(parts: Iterable[tuple[Embeddings, Groups]]) -> Reference:
     for embeddings, groups in parts:
         if not len(embeddings):
             continue
-        z = unit_rows(embeddings)
-        centres, residuals = _centred(z, groups)
+        centres, residuals = _centred(embeddings.astype(np.float64), groups)
         means.append(centres)
         scatter = residuals.T @ residuals + (scatter if scatter.size else 0.0)
         fourth += float(((residuals**2).sum(axis=1) ** 2).sum())
-        count += len(z)
+        count += len(residuals)
     if not count:
         raise ValueError("there are no training samples")
     if not np.isfinite(fourth):
         raise ValueError("the embedding of a training sample is not finite")
-    whitening = _whitening(shrunk(scatter / count, fourth / count, count))
+    covariance = scatter / count
+    whitening = _whitening(shrunk(covariance, fourth / count, count))
+    if scale := math.sqrt(np.trace(whitening.T @ covariance @ whitening)):
+        whitening /= scale
     return Reference(whitening, np.concatenate(means) @ whitening)
-
-
-def unit_rows(embeddings: Embeddings) -> Floats:
-    """Scale each row ``(n, D)`` to unit length, as float64; a row of zeros stays zero."""
-    z = embeddings.astype(np.float64)
-    norms = np.linalg.norm(z, axis=1, keepdims=True)
-    with np.errstate(invalid="ignore"):  # infinity / infinity
-        return np.divide(z, norms, out=np.zeros_like(z), where=norms != 0)
 
 
 def shrunk(covariance: Floats, fourth: float, count: int) -> Floats:
@@ -93,7 +88,7 @@ def distances(reference: Reference, embeddings: Embeddings) -> Floats:
 
     The distance is infinite for an embedding that is not finite.
     """
-    z = unit_rows(embeddings) @ reference.whitening
+    z = embeddings.astype(np.float64) @ reference.whitening
     # ||z||² is the same for all groups. The distance is computed from the difference, which rounds less.
     closest = ((reference.means**2).sum(axis=1) - 2 * z @ reference.means.T).argmin(axis=1)
     lengths = np.linalg.norm(z - reference.means[closest], axis=1)

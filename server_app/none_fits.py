@@ -1,14 +1,14 @@
 """Calibrate the router's flag for queries that are far from every client's data.
 
 After a run of a method that routes queries, the server stores a reference: the mean of each client's training samples
-of each class in the method's embedding, and their covariance. It also stores a threshold for the distance to the
+of each class in the method's embeddings, and their covariance. It also stores a threshold for the distance to the
 reference, which is calibrated on the clients' validation samples. Only runs whose samples are on the server's machine
 have a reference.
 """
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from posy.client_app.stored import ClientModel
 from posy.data.client import ClientData
-from posy.outliers import Embeddings, Floats, Groups, Reference, conformal_threshold, distances, fit_reference
+from posy.outliers import Embeddings, Floats, Reference, conformal_threshold, distances, fit_reference
 from posy.storage import DamagedFileError, plain, read_arrays, write_arrays
 
 FILE = "routing.safetensors"
@@ -40,7 +40,7 @@ class Calibration:
     ``facts`` states the ``alpha`` of the threshold, the number of samples behind it, and the rates of false alarms.
     """
 
-    reference: Reference
+    references: tuple[Reference, ...]
     threshold: float
     facts: Mapping[str, Any]
 
@@ -49,11 +49,13 @@ class Calibration:
 
         No client's data fits a sample with a relative distance above 1.
         """
-        return _distances(self.reference, model, x) / self.threshold
+        return _distances(self.references, model, x) / self.threshold
 
     def write(self, models: Path, server_round: int) -> None:
         """Write the calibration for the models of a round."""
-        arrays = {**self.reference._asdict(), "threshold": np.array([self.threshold])}
+        arrays = {"threshold": np.array([self.threshold])}
+        for number, reference in enumerate(self.references):
+            arrays |= {f"{name}-{number}": array for name, array in reference._asdict().items()}
         about = {"format": FORMAT, "round": str(server_round), "facts": json.dumps(self.facts)}
         write_arrays(models / FILE, arrays, about)
 
@@ -74,8 +76,9 @@ class Calibration:
             raise DamagedFileError(f"{path} has the format {about.get('format')}, but this version reads {FORMAT}")
         if about["round"] != str(server_round):  # the run was resumed, and has newer models
             return None
-        reference = Reference(arrays["whitening"], arrays["means"])
-        return cls(reference, float(arrays["threshold"][0]), json.loads(about["facts"]))
+        count = sum(name.startswith("means-") for name in arrays)
+        references = tuple(Reference(arrays[f"whitening-{i}"], arrays[f"means-{i}"]) for i in range(count))
+        return cls(references, float(arrays["threshold"][0]), json.loads(about["facts"]))
 
 
 class NotCalibratedError(ValueError):
@@ -109,18 +112,17 @@ def calibrate(
         remedy = "increase validation-fraction" if count else "repeat the run with validation-fraction = 0.1"
         raise NotCalibratedError(f"the threshold needs at least {needed} validation samples, not {count}; {remedy}")
 
-    def training_samples() -> Iterator[tuple[Embeddings, Groups]]:
-        for data in filter(lambda data: len(data.y_train), map(data_of, clients)):
-            yield _embedded(model, data.x_train), data.y_train.numpy(force=True)
-
+    train = [data for client in clients if len((data := data_of(client)).y_train)]
+    groups = [data.y_train.numpy(force=True) for data in train]
+    embeddings = zip(*(_embedded(model, data.x_train) for data in train), strict=True)
     try:
-        reference = fit_reference(training_samples())
+        references = tuple(fit_reference(zip(parts, groups, strict=True)) for parts in embeddings)
     except (ValueError, np.linalg.LinAlgError) as error:
         raise NotCalibratedError(str(error)) from error
     validation, test = dict[int, Floats](), dict[int, Floats]()
     for client, data in ((client, data_of(client)) for client in clients):
-        validation[client] = _distances(reference, model, data.x_validation)
-        test[client] = _distances(reference, model, data.x_test)
+        validation[client] = _distances(references, model, data.x_validation)
+        test[client] = _distances(references, model, data.x_test)
     threshold = conformal_threshold(np.concatenate([*validation.values()]), alpha)
     assert threshold is not None
     threshold = max(threshold, SMALLEST_THRESHOLD)
@@ -133,20 +135,22 @@ def calibrate(
         "false-alarm-rate": np.concatenate([*alarms.values()]).mean() if alarms else None,
         "client-false-alarm-rates": {client: values.mean() for client, values in alarms.items()},
     }
-    return Calibration(reference, threshold, plain(facts))
+    return Calibration(references, threshold, plain(facts))
 
 
-def _distances(reference: Reference, model: ClientModel, x: Tensor) -> Floats:
-    """Return the distances ``(n,)`` of samples ``(n, *input_shape)``; not every network accepts an empty batch."""
-    return distances(reference, _embedded(model, x)) if len(x) else np.zeros(0)
+def _distances(references: Sequence[Reference], model: ClientModel, x: Tensor) -> Floats:
+    """Return the largest of the distances in the embeddings, ``(n,)``, for samples ``(n, *input_shape)``."""
+    if not len(x):  # not every network accepts an empty batch
+        return np.zeros(0)
+    return np.max([distances(*pair) for pair in zip(references, _embedded(model, x), strict=True)], axis=0)
 
 
 @torch.inference_mode()
-def _embedded(model: ClientModel, x: Tensor) -> Embeddings:
-    """Return the embedding of samples ``(n, D)``, or raise :class:`NotCalibratedError` if it does not exist."""
-    embedding = model.client_embedding(x)
-    if embedding is None:
-        raise NotCalibratedError("the method has no client_embedding")
-    if embedding.shape[1] > MAX_SIZE:
-        raise NotCalibratedError(f"the embedding has {embedding.shape[1]} numbers, more than {MAX_SIZE}")
-    return embedding.float().numpy(force=True)
+def _embedded(model: ClientModel, x: Tensor) -> list[Embeddings]:
+    """Return the embeddings ``(n, D)`` of samples, or raise :class:`NotCalibratedError` if there are none."""
+    embeddings = model.client_embeddings(x)
+    if not embeddings:
+        raise NotCalibratedError("the method has no client_embeddings")
+    if (size := max(embedding.shape[1] for embedding in embeddings)) > MAX_SIZE:
+        raise NotCalibratedError(f"an embedding has {size} numbers, more than {MAX_SIZE}")
+    return [embedding.float().numpy(force=True) for embedding in embeddings]

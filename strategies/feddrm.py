@@ -124,10 +124,10 @@ class FedDRMSettings(MethodSettings, robust=True, point="served"):
         """Return the client branch's logits, adjusted for routing."""
         return routing_logits(outputs, weights, self.routing)
 
-    def client_embedding(self, network: "nn.Module", x: "Tensor") -> "Tensor":
-        """Return the input of the client classifier."""
-        embedding: Tensor = network.client_embedding(x)  # type: ignore[operator]
-        return embedding
+    def client_embeddings(self, network: "nn.Module", x: "Tensor") -> "tuple[Tensor, ...]":
+        """Return the input of the client classifier, and for images statistics of the first blocks."""
+        embeddings: tuple[Tensor, ...] = network.client_embeddings(x)  # type: ignore[operator]
+        return embeddings
 
 
 class FedDRM(PersonalisedStrategy):

@@ -154,10 +154,11 @@ class MethodSettings:
         """
         raise NotImplementedError
 
-    def client_embedding(self, network: "nn.Module", x: "Tensor") -> "Tensor | None":
-        """Return the embedding ``(B, D)`` of samples in which distances to the clients' data are measured.
+    def client_embeddings(self, network: "nn.Module", x: "Tensor") -> "tuple[Tensor, ...]":
+        """Return the embeddings ``(B, D)`` of samples in which distances to the clients' data are measured.
 
-        The result is None, the default, if the method has no such embedding. A query then always fits some client.
+        A query is far from the clients' data if it is far in any of the embeddings. By default there are none. A query
+        then always fits some client.
 
         Parameters
         ----------
@@ -166,7 +167,7 @@ class MethodSettings:
         x : Tensor, (B, *input_shape)
             The samples.
         """
-        return None
+        return ()
 
     def personal(self, network: "Architecture") -> tuple[str, ...]:
         """Return the names of the layers or individual tensors that stay on the client; by default none."""

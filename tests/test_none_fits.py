@@ -14,13 +14,17 @@ from sklearn.covariance import ledoit_wolf
 import posy
 from posy.client_app.workspace import Workspace
 from posy.commands import cli
-from posy.outliers import Reference, conformal_threshold, distances, fit_reference, shrunk, unit_rows
+from posy.data.task import Task
+from posy.models.architecture import architecture_for
+from posy.models.two_branch import TwoBranch
+from posy.outliers import Reference, conformal_threshold, distances, fit_reference, shrunk
 from posy.serve.router import RouterEndpoint
 from posy.serve.run_models import load_endpoints
 from posy.server_app.app import run
 from posy.server_app.none_fits import FILE, Calibration, NotCalibratedError, calibrate
 from posy.server_app.record import Record
 from posy.storage import DamagedFileError, read_arrays, write_arrays
+from posy.strategies.feddrm import FedDRMSettings
 from posy.strategies.registry import read_settings
 
 MakeConfig = Callable[..., dict[str, Any]]
@@ -28,15 +32,11 @@ MakeConfig = Callable[..., dict[str, Any]]
 # -- the distance ----------------------------------------------------------------------------------------
 
 
-def test_rows_have_unit_length() -> None:
-    assert unit_rows(np.float32([[3, 4], [0, 0]])).tolist() == [[0.6, 0.8], [0, 0]]
-
-
 def test_distances_by_hand() -> None:
     """The whitening halves the first axis, and the means are already whitened."""
     reference = Reference(np.diag([0.5, 1.0]), np.array([[0.5, 0.0], [0.0, 1.0]]))
-    # (2, 0) has the direction (1, 0), which is a mean. (-1, 0) is (-0.5, 0) after whitening.
-    results = distances(reference, np.array([[2.0, 0.0], [-1.0, 0.0], [0.0, 0.0], [np.nan, 0.0], [np.inf, 0.0]]))
+    # After whitening, (1, 0) is the first mean (0.5, 0), and (-1, 0) is (-0.5, 0).
+    results = distances(reference, np.array([[1.0, 0.0], [-1.0, 0.0], [0.0, 0.0], [np.nan, 0.0], [np.inf, 0.0]]))
     assert results.tolist() == pytest.approx([0, 1, 0.5, math.inf, math.inf])
 
 
@@ -47,8 +47,10 @@ def test_covariance_of_two_groups_by_hand() -> None:
     # All residuals are (±0.6, 0, 0). The error of the covariance is 0, so only the minimum of 1e-4 shrinks it.
     variances = np.array([0.9999 * 0.36 + 1e-4 * 0.12, 1e-4 * 0.12, 1e-4 * 0.12])
     whitening = reference.whitening
-    np.testing.assert_allclose(whitening @ whitening.T, np.diag(1 / variances), rtol=1e-9, atol=1e-6)
-    np.testing.assert_allclose(distances(reference, x), np.full(4, 0.6 / math.sqrt(variances[0])))
+    # The mean square of the training samples' distances is 0.36 / variances[0], by which squares are divided.
+    expected = np.diag(1 / variances) / (0.36 / variances[0])
+    np.testing.assert_allclose(whitening @ whitening.T, expected, rtol=1e-9, atol=1e-6)
+    np.testing.assert_allclose(distances(reference, x), np.ones(4))
 
 
 @pytest.mark.parametrize("shape", [(5, 9), (40, 6), (300, 4)])
@@ -63,12 +65,12 @@ def test_shrinkage_equals_scikit_learns(shape: tuple[int, int]) -> None:
 def test_groups_of_one_sample_give_euclidean_distances() -> None:
     x = np.array([[1.0, 0.0], [0.0, 1.0]])
     reference = fit_reference([(x, np.array([3, 7]))])
-    assert distances(reference, np.array([[5.0, 0.0], [-1.0, 0.0]])).tolist() == pytest.approx([0, math.sqrt(2)])
+    assert distances(reference, np.array([[1.0, 0.0], [0.0, 3.0]])).tolist() == [0, 2]
 
 
 def test_a_single_constant_sample_is_at_distance_0() -> None:
     reference = fit_reference([(np.zeros((4, 3)), np.zeros(4, int))])
-    assert distances(reference, np.array([[0.0, 0.0, 0.0], [0.0, 2.0, 0.0]])).tolist() == [0, 1]
+    assert distances(reference, np.array([[0.0, 0.0, 0.0], [0.0, 2.0, 0.0]])).tolist() == [0, 2]
 
 
 def test_constant_features_and_few_samples_have_finite_distances() -> None:
@@ -94,6 +96,24 @@ def test_parts_are_separate_groups_and_empty_parts_are_skipped() -> None:
 def test_unusable_training_samples_are_errors(x: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fit_reference([(np.array(x), np.zeros(len(x), int))])
+
+
+def test_embeddings_of_images_are_unit_rows_and_statistics_of_channels() -> None:
+    task = Task("image", (1, 28, 28), ("a", "b"))
+    network = FedDRMSettings().network(architecture_for("cnn", task), num_clients=3).build(seed=1)
+    assert isinstance(network, TwoBranch)
+    x = torch.randn(5, 1, 28, 28)
+    rows, statistics = FedDRMSettings().client_embeddings(network, x)
+    inputs: list[torch.Tensor] = []
+    network.client_head.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
+    network(x)
+    np.testing.assert_allclose(
+        *(each.numpy(force=True) for each in (rows, inputs[0] / inputs[0].norm(dim=1, keepdim=True))), rtol=1e-5
+    )
+    first, second = list(network.model.blocks.values())[:2]
+    channels = [block.flatten(2).numpy(force=True) for block in (first(x), second(first(x)))]
+    expected = [each for block in channels for each in (block.mean(axis=2), block.std(axis=2))]
+    np.testing.assert_allclose(statistics.numpy(force=True), np.hstack(expected), atol=1e-5)
 
 
 # -- the threshold ---------------------------------------------------------------------------------------
