@@ -176,7 +176,7 @@ def _caller(context: Any) -> str:
 
 def _as_request_error(error: Exception) -> Exception:
     """Return the error for a message that is not a valid protobuf message."""
-    return RequestError("the message is not valid, or compressed") if isinstance(error, DecodeError) else error
+    return RequestError("the message is not valid") if isinstance(error, DecodeError) else error
 
 
 def _inputs_in(request: Any) -> dict[str, Array]:

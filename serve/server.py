@@ -174,8 +174,6 @@ class ModelServer:
                 ("grpc.max_receive_message_length", options.limits.max_bytes),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.so_reuseport", 0),
-                # gRPC limits the size of a message before its decompression only, so refuse compressed messages.
-                ("grpc.compression_enabled_algorithms_bitset", 1 << grpc.Compression.NoCompression),
             ]
         )
         server.add_generic_rpc_handlers((remote.handler(),))

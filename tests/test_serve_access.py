@@ -296,7 +296,7 @@ def test_a_thousand_callers(record: Record, concurrency: int) -> None:  # noqa: 
         http, codes = asyncio.run(callers(s))
         assert sum(http.values()) == sum(codes.values()) == 1000
         assert set(http) <= {200, 429} and set(codes) <= {Code.OK, Code.RESOURCE_EXHAUSTED}
-        assert http[200] and codes[Code.OK]
+        assert http[200] + codes[Code.OK] >= 20
         assert s.get("/v2/models/client-0/infer", BODY) == 200 and s.call("ModelInfer") == Code.OK
 
 
