@@ -141,31 +141,35 @@ class ClientModel(nn.Module):
             series, and the distance of an image's mean. The list is empty for text, and if the run has not measured the
             mean and the standard deviation.
         """
+        inputs = list(samples)
+        return self.unusual_in(self.prepare(inputs)) if inputs else []
+
+    def unusual_in(self, x: Tensor) -> list[tuple[int, str, float]]:
+        """Return the result of :meth:`unusual` for preprocessed samples ``(B, *input_shape)``."""
         preprocessing = self.preprocessing
         if preprocessing.task.kind == "text" or not preprocessing.is_measured:
             return []
-        distances = [self._distances(preprocessing(sample)[0]).tolist() for sample in samples]
+        distances = self._distances(x)
         names = preprocessing.features or tuple(map(str, range(len(preprocessing.mean))))
         return [
-            (number, name, distance)
-            for number, row in enumerate(distances)
-            for name, distance in zip(names, row, strict=True)
-            if distance > FAR
+            (number, names[feature], float(distances[number, feature]))
+            for number, feature in (distances > FAR).nonzero().tolist()
         ]
 
     def _distances(self, x: Tensor) -> Tensor:
-        """Return the distance of each feature or channel in a preprocessed sample from the training mean."""
+        """Return the distance ``(B, F)`` of each sample's features or channels from the training mean."""
         kind = self.preprocessing.task.kind
         if kind == "image":
-            return x.mean(dim=(1, 2)).abs()
-        return x.abs().amax(dim=0) if kind == "series" else x.abs()
+            return x.mean(dim=(2, 3)).abs()
+        return x.abs().amax(dim=1) if kind == "series" else x.abs()
 
     def warnings(self, samples: Iterable[Any]) -> list[list[str]]:
         """Return the warnings about each sample: unusual values, unseen categories, and images of a single colour."""
         inputs, kind = list(samples), self.preprocessing.task.kind
         texts: list[list[str]] = [[] for _ in inputs]
         part = {"features": "", "series": "channel ", "image": "the mean of channel "}.get(kind, "")
-        for number, name, distance in self.unusual(inputs):
+        x = self.prepare(inputs)
+        for number, name, distance in self.unusual_in(x):
             texts[number].append(
                 f"{part}{name} is {distance:.3g} standard deviations from the mean of the training samples, so the "
                 "prediction may be meaningless; check the unit"
@@ -173,9 +177,7 @@ class ClientModel(nn.Module):
         for number, sample in enumerate(inputs):
             for column, value in self.preprocessing.unseen(sample):
                 texts[number].append(f"{column} is {value!r:.40}, which is not a category of the run")
-            if kind == "image" and bool(
-                (prepared := self.preprocessing(sample)[0].flatten(1)).eq(prepared[:, :1]).all()
-            ):
+            if kind == "image" and bool((pixels := x[number].flatten(1)).eq(pixels[:, :1]).all()):
                 texts[number].append("all pixels are equal, so the prediction may be meaningless")
         return texts
 

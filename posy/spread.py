@@ -84,6 +84,11 @@ def majority_vote(predictions: Iterable[npt.NDArray[np.integer]], num_classes: i
     return winners
 
 
+def vote_shares(votes: npt.NDArray[np.integer], num_classes: int) -> npt.NDArray[np.float64]:
+    """Return each class's fraction of the votes for each sample ``(n, C)``, given the votes of V models ``(V, n)``."""
+    return np.stack([(votes == number).mean(axis=0) for number in range(num_classes)], axis=1)
+
+
 class Evaluation(NamedTuple):
     """A measure over the clients in one round."""
 

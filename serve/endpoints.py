@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from posy.client_app.schema import TensorSpec, model_card, output_specs
-from posy.client_app.stored import FAR, ClientModel
+from posy.client_app.stored import ClientModel
 from posy.client_app.training.trainer import EVALUATION_BATCH
 from posy.metrics import CLASSES, LABELS
 from posy.serve.samples import SampleReader
 from posy.serve.tensors import Array, RequestError, as_objects
-from posy.spread import majority_vote
+from posy.spread import majority_vote, vote_shares
 
 PLATFORM = "posy_torch"
 """The platform in a model's metadata."""
@@ -37,10 +37,10 @@ class Endpoint(ABC):
     def __init__(self, models: Mapping[int, ClientModel], run: str, scores: Mapping[str, float]) -> None:
         self.models, self.run, self._scores = dict(models), run, dict(scores)
         self.first = next(iter(self.models.values()))
-        self._readers = {client: SampleReader(model.preprocessing) for client, model in self.models.items()}
-        self._reader = self._readers[next(iter(self.models))]
         # With scaling = client, each client standardises the samples with its own statistics.
-        self._separate = self.first.settings.data.scaling == "client" and len(self.models) > 1
+        separate = self.first.settings.data.scaling == "client"
+        readers = self.models if separate else [next(iter(self.models))]
+        self._readers = {client: SampleReader(self.models[client].preprocessing) for client in readers}
 
     @property
     def version(self) -> str:
@@ -55,7 +55,7 @@ class Endpoint(ABC):
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
         """The inputs of the model."""
-        return self._reader.specs
+        return next(iter(self._readers.values())).specs
 
     @property
     @abstractmethod
@@ -109,8 +109,7 @@ class Endpoint(ABC):
 
     def _read(self, inputs: Mapping[str, Array]) -> dict[int, Tensor]:
         """Return the samples ``(n, *input_shape)``, keyed by client; with a common scale, only for the first client."""
-        readers = self._readers if self._separate else {next(iter(self.models)): self._reader}
-        return {client: read(inputs) for client, read in readers.items()}
+        return {client: read(inputs) for client, read in self._readers.items()}
 
     @abstractmethod
     def _answer(self, samples: Mapping[int, Tensor]) -> dict[str, Array]:
@@ -118,8 +117,7 @@ class Endpoint(ABC):
 
     def _outputs_of(self, client: int, samples: Mapping[int, Tensor]) -> Array:
         """Return the outputs ``(n, C)`` of a client's model."""
-        x = samples[client] if self._separate else next(iter(samples.values()))
-        return self._forward(self.models[client], x)
+        return self._forward(self.models[client], samples.get(client, next(iter(samples.values()))))
 
     @staticmethod
     def _forward(model: ClientModel, x: Tensor) -> Array:
@@ -139,11 +137,17 @@ class Endpoint(ABC):
     def _encoded_names(self) -> Array:
         return as_objects([name.encode() for name in self.class_names], (len(self.class_names),))
 
+    @cached_property
+    def _client_names(self) -> Array:
+        """The names of the clients, ``(M,)``."""
+        names = [name_of(client, model).encode() for client, model in self.models.items()]
+        return as_objects(names, (len(names),))
+
 
 class ClientEndpoint(Endpoint):
     """The model of one client, or the model that all clients share."""
 
-    @property
+    @cached_property
     def outputs(self) -> tuple[TensorSpec, ...]:
         """Probabilities and class, labels or values, and for features a warning."""
         specs = output_specs(self.first.preprocessing)
@@ -170,10 +174,9 @@ class ClientEndpoint(Endpoint):
     def _warnings(self, x: Tensor) -> Array:
         """Return a warning for each sample ``(n,)``, which names the features far from the training samples."""
         texts = [b""] * len(x)
-        names = self.first.preprocessing.features
-        for row, feature in (x.abs() > FAR).nonzero().tolist():
-            name = names[feature] if names else f"feature {feature}"
-            text = f"{name}: {float(x[row, feature].abs()):.3g} standard deviations from the training mean"
+        part = "" if self.first.preprocessing.features else "feature "
+        for row, name, distance in self.first.unusual_in(x):
+            text = f"{part}{name}: {distance:.3g} standard deviations from the training mean"
             texts[row] += b"; " * bool(texts[row]) + text.encode()
         return as_objects(texts, (len(texts),))
 
@@ -189,7 +192,7 @@ class EnsembleEndpoint(ClientEndpoint):
 class VoteEndpoint(Endpoint):
     """The class that most clients' local models predict, as for system accuracy."""
 
-    @property
+    @cached_property
     def outputs(self) -> tuple[TensorSpec, ...]:
         """The class with the most votes, and each class's fraction of the votes."""
         names = self.class_names
@@ -201,14 +204,14 @@ class VoteEndpoint(Endpoint):
     def _answer(self, samples: Mapping[int, Tensor]) -> dict[str, Array]:
         votes = np.stack([self._outputs_of(client, samples).argmax(axis=1) for client in self.models])
         count = len(self.class_names)
-        shares = np.stack([(votes == number).mean(axis=0, dtype=np.float32) for number in range(count)], axis=1)
+        shares = vote_shares(votes, count).astype(np.float32)
         return {"class": self._named(majority_vote(votes, count)), "votes": shares}
 
 
 class ConfidenceEndpoint(Endpoint):
     """The prediction of the client whose local model gives its class the highest probability."""
 
-    @property
+    @cached_property
     def outputs(self) -> tuple[TensorSpec, ...]:
         """The client and its prediction."""
         return (client_spec("the client with the most confident model"), *output_specs(self.first.preprocessing))
@@ -216,11 +219,10 @@ class ConfidenceEndpoint(Endpoint):
     def _answer(self, samples: Mapping[int, Tensor]) -> dict[str, Array]:
         probabilities = np.stack([self._outputs_of(client, samples) for client in self.models])
         chosen = probabilities.max(axis=2).argmax(axis=0)
-        names = client_names(self.models)
         picked = probabilities[chosen, np.arange(len(chosen))]
         first, second = output_specs(self.first.preprocessing)
         answer = {first.name: picked, second.name: self._named(picked.argmax(axis=1))}
-        return {"client": names[chosen], **answer}
+        return {"client": self._client_names[chosen], **answer}
 
 
 def client_spec(description: str) -> TensorSpec:
@@ -231,9 +233,3 @@ def client_spec(description: str) -> TensorSpec:
 def name_of(client: int, model: ClientModel) -> str:
     """Return the name under which the service offers a client's model."""
     return model.site or f"client-{client}"
-
-
-def client_names(models: Mapping[int, ClientModel]) -> Array:
-    """Return the names of clients, ``(M,)``."""
-    names = [name_of(client, model).encode() for client, model in models.items()]
-    return as_objects(names, (len(names),))

@@ -1,6 +1,7 @@
 """Guide each query to the client whose data it most resembles, and answer with this client's model."""
 
 from collections.abc import Collection, Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from posy.client_app.schema import TensorSpec, output_specs
 from posy.client_app.stored import ClientModel
-from posy.serve.endpoints import Endpoint, client_names, client_spec
+from posy.serve.endpoints import Endpoint, client_spec
 from posy.serve.tensors import Array
 from posy.server_app.none_fits import Calibration
 from posy.server_app.system import routing_scores
@@ -47,9 +48,8 @@ class RouterEndpoint(Endpoint):
         self._priors, self._calibration = priors, calibration
         self._absent: Collection[int] = [client for client in range(len(priors)) if client not in self.models]
         self._members = np.array(list(self.models))
-        self._names = client_names(self.models)
 
-    @property
+    @cached_property
     def outputs(self) -> tuple[TensorSpec, ...]:
         """The chosen client, its prediction, the ranking of the clients, and whether the query fits no client."""
         count = len(self.models)
@@ -78,10 +78,10 @@ class RouterEndpoint(Endpoint):
         outputs = self._predictions(x, ranked[:, 0])
         probability_spec, class_spec = output_specs(self.first.preprocessing)
         return {
-            "client": self._names[ranked[:, 0]],
+            "client": self._client_names[ranked[:, 0]],
             probability_spec.name: outputs,
             class_spec.name: self._named(outputs.argmax(axis=1)),
-            "clients": self._names[ranked],
+            "clients": self._client_names[ranked],
             "client_probabilities": probabilities.gather(1, order).numpy(force=True),
             **self._distances(x),
         }

@@ -75,7 +75,8 @@ class Service:
 
     def card(self, model: str, version: str = "") -> dict[str, Any]:
         """Return the model card of a model in service, for JSON."""
-        return {"name": model, "version": self._entry(model, version).endpoint.version} | self._card_of(model, version)
+        endpoint = self._entry(model, version).endpoint
+        return {"name": model, "version": endpoint.version} | endpoint.card
 
     async def infer(self, request: Request) -> Response:
         """Return the predictions for a request.
@@ -107,9 +108,6 @@ class Service:
         """Report that the service is not ready, then wait so that load balancers notice it."""
         self.stopping = True
         await asyncio.sleep(seconds)
-
-    def _card_of(self, model: str, version: str) -> dict[str, Any]:
-        return self._entry(model, version).endpoint.card
 
     def _entry(self, model: str, version: str) -> Entry:
         """Return a model in service, or raise an error if this version of it does not exist."""

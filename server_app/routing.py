@@ -22,7 +22,7 @@ from posy.metrics import CLASSES
 from posy.server_app.none_fits import Calibration
 from posy.server_app.system import routing_scores
 from posy.settings import SettingsError
-from posy.spread import majority_vote
+from posy.spread import majority_vote, vote_shares
 from posy.storage import read_arrays, read_metadata
 from posy.strategies.cohorts import members_of
 from posy.strategies.registry import read_settings
@@ -210,7 +210,7 @@ def _voted(record: StoredRun, router: ClientModel, samples: Sequence[Any]) -> li
     names = router.class_names
     chosen = np.array([[names.index(label) for label in labels] for labels in votes]).reshape(len(votes), -1)
     winners = majority_vote(chosen, len(names))
-    shares = np.stack([(chosen == number).mean(axis=0) for number in range(len(names))], axis=1)
+    shares = vote_shares(chosen, len(names))
     return [
         Answer(Prediction(names[winner], dict(zip(names, row.tolist(), strict=True))), {})
         for winner, row in zip(winners, shares, strict=True)

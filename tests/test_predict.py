@@ -19,6 +19,7 @@ from posy.client_app.stored import ClientModel
 from posy.client_app.workspace import Workspace
 from posy.commands import cli
 from posy.data.errors import DataError
+from posy.serve.endpoints import ClientEndpoint
 from posy.server_app.app import run
 from posy.server_app.record import Record
 from posy.settings import SettingsError
@@ -194,6 +195,23 @@ def test_a_value_far_from_the_training_samples_causes_a_warning(
     assert cli.main(["route", str(record.path), str(new)]) == 0
     assert "row 3: chol is" in capsys.readouterr().err
     assert record.predictor(0).unusual([[54.0, 240.0]]) == []
+
+
+def test_the_service_warns_only_if_the_run_has_measured_the_features(tmp_path: Path) -> None:
+    chol = [190.0, 290.0] * 20
+    table = tmp_path / "x.csv"
+    table.write_text("age,chol,label\n" + "".join(f"{50 + i % 9},{c},{i % 2}\n" for i, c in enumerate(chol)))
+    model = run_on(table, tmp_path)[0].predictor(0)
+    inputs = {"age": np.array([54.0, 54.0]), "chol": np.array([240.0, 26000.0])}
+    ((number, name, distance),) = model.unusual([[54.0, 240.0], [54.0, 26000.0]])
+    (answer,) = ClientEndpoint({0: model}, "run", {}).predict([inputs])
+    assert isinstance(answer, dict) and (number, name) == (1, "chol")
+    expected = f"chol: {distance:.3g} standard deviations from the training mean"
+    assert answer["warning"].tolist() == [b"", expected.encode()]
+    unscaled = replace(model.preprocessing, mean=np.zeros(2), std=np.ones(2))
+    model.preprocessing = unscaled
+    (answer,) = ClientEndpoint({0: model}, "run", {}).predict([inputs])
+    assert isinstance(answer, dict) and answer["warning"].tolist() == [b"", b""]
 
 
 def test_texts_use_the_vocabulary_of_the_run(tmp_path: Path) -> None:
