@@ -117,7 +117,7 @@ class RunFolder:
         """Return the model of a client with this number or site name, or None. The empty string means any client."""
         models = list(self.stored.values())
         if not client:
-            return max(models, key=lambda model: (model.final, model.time), default=None)
+            return max(models, key=_rank, default=None)
         named = [model for model in models if model.site == client]
         return next(iter(named or [model for model in models if str(model.client) == client]), None)
 

@@ -56,7 +56,10 @@ def load_endpoints(record: Record) -> dict[str, Endpoint]:
     if not first.settings.method.routes:
         # A client that has not trained in the last round has no local model, and votes with its served model.
         numbers = [client for client in voters_of(record, first.settings) if client in current]
-        voters = {client: ClientModel.load(record.files[client]) for client in numbers}
+        voters = {
+            client: current[client] if current[client].point == "local" else ClientModel.load(record.files[client])
+            for client in numbers
+        }
         _check_round(record, voters, latest)
         if voters:
             endpoints |= {VOTE: VoteEndpoint(voters, run, {}), CONFIDENCE: ConfidenceEndpoint(voters, run, {})}
@@ -106,10 +109,8 @@ def _shared_model(record: Record, models: Mapping[int, ClientModel]) -> dict[int
         return {}
     if len({_identity(path) for path in paths}) > 1:
         return {}
-    client = next(iter(models))
-    shared = {client: ClientModel.load(paths[0])}
-    _check_round(record, shared, models[client].round)
-    return shared
+    client, model = next(iter(models.items()))
+    return {client: model}
 
 
 def _identity(path: Path) -> str:

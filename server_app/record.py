@@ -115,7 +115,7 @@ class Record:
     @property
     def name(self) -> str:
         """The name of the run, also for a folder of models on a node."""
-        is_models = self.path.name == "models" and not (self.path / CONFIG).is_file()
+        is_models = self.path.name == "models" and not self.of_server
         return self.path.parent.name if is_models else self.path.name
 
     @cached_property
