@@ -11,17 +11,18 @@ from flwr.clientapp import ClientApp
 from flwr.common.logger import log
 
 from posy.client_app import secure_aggregation
+from posy.client_app.answers import answer_queries
 from posy.client_app.audit import record_reply
 from posy.client_app.base import PersonalClient
 from posy.client_app.hooks import Steps
 from posy.client_app.local_run import LocalRun
 from posy.client_app.node_config import TRUSTED, check_node_config
+from posy.client_app.places import own_places
 from posy.client_app.policy import (
     admit,
     check_once,
     check_place,
     guarded,
-    is_run_folder,
     limited_scores,
     pin_state,
     site_policy,
@@ -48,12 +49,11 @@ from posy.flower import (
 )
 from posy.folding import answer_in_kind
 from posy.forked import Parcel
-from posy.paths import absolute
 from posy.settings import SettingsError
 from posy.strategies.arrays import Arrays
 from posy.strategies.client_settings import method_notices, report_of
 from posy.strategies.masking import Words
-from posy.strategies.run_settings import DELIVERY
+from posy.strategies.run_settings import DELIVERY, MODEL_ROUND
 from posy.strategies.secure_aggregation import EVALUATION, STATISTICS, TRAINING
 
 Result = tuple[Any, int, dict[str, Any]]
@@ -79,13 +79,15 @@ def work(message: Message, context: Context) -> Message:
 def query(message: Message, context: Context) -> Message:
     """Return this node's clients, their sample counts, and the versions of the installed packages.
 
-    A query can also request a description of a site's data, or belong to a stage of secure aggregation. A ping receives
-    an empty reply, which shows that the node has finished processing earlier messages.
+    A query can also request a description of a site's data, belong to a stage of secure aggregation, or contain queries
+    of a service. A ping receives an empty reply, which shows that the node has finished processing earlier messages.
     """
     config = record_in(message.content, "config", ConfigRecord)
     if config.get(PING):
         return Message(RecordDict(), reply_to=message)
     policy = site_policy(context.node_config)
+    if MODEL_ROUND in config:
+        return answer_queries(message, context, policy)
     if "secure-round" in config:
         rules = policy or DEFAULT_POLICY
         if config["secure-stage"] == STATISTICS:
@@ -158,32 +160,6 @@ def hosted_clients(context: Context, workspace: Workspace) -> list[int]:
             "num-partitions=5; a node with local data can join only runs with dataset=sites"
         )
     return list(range(first, workspace.settings.data.num_clients, step))
-
-
-def own_places(config: dict[str, Any], context: Context) -> None:
-    """Replace the server's folders in a message's config with the folders from the node's config.
-
-    The client's state is saved in the run's folder in ``state-dir``. The client's model is saved in the run's folder in
-    ``models`` or, by default, in a subfolder of the state folder. Predictions are saved in a subfolder of the model's
-    folder.
-    """
-    save_to, predictions = config.pop("save-models-to", ""), config.pop("save-predictions-to", "")
-    config.pop("state-directory", None)
-    state, models = (str(context.node_config.get(key, "")) for key in ("state-dir", "models"))
-    if not state and not ((save_to or predictions) and models):
-        return
-    run_name = str(config["run"])
-    if not is_run_folder(run_name):
-        raise SettingsError(
-            f"run = {run_name!r} in the server's message is not a valid folder name; change run-name on the server"
-        )
-    if state:
-        config["state-directory"] = str(absolute(state) / run_name)
-    folder = absolute(models) / run_name if models else absolute(state) / run_name / "models"
-    if save_to:
-        config["save-models-to"] = str(folder)
-    if predictions:
-        config["save-predictions-to"] = str(folder / "predictions")
 
 
 class Call:

@@ -29,7 +29,7 @@ from posy.flower import PING, ClientAppCallable, entries_of
 from posy.folding import unfolded
 from posy.paths import absolute
 from posy.settings import NodeConfigError
-from posy.strategies.run_settings import name_of
+from posy.strategies.run_settings import MODEL_ROUND, name_of
 from posy.words import one_line
 
 HEAD_SUFFIX = ".head"
@@ -461,6 +461,8 @@ def _type_of(message: Message, config: Mapping[str, Any]) -> str:
         return f"{kind}:{PING}"
     if "secure-round" in config:
         return f"{kind}:{_safe(str(config.get('secure-stage', '')))}"
+    if MODEL_ROUND in config:
+        return f"{kind}:answer"
     return f"{kind}:{'describe' if config.get('describe') else 'join'}"
 
 

@@ -46,8 +46,8 @@ LONGEST_SETTINGS = 1 << 24
 PINNED = "run.json"
 """File in a run's state folder with the digest of the run's settings."""
 _RECORD, _COUNTED, _CLIENT = "site-run", "site-run-counted", "site-client"
-RUNS = "policy-runs.json"
-"""File in a node's ``state-dir`` that lists the runs that have begun today."""
+RUNS, ANSWERS = "policy-runs.json", "policy-answers.json"
+"""Files in a node's ``state-dir`` with the runs that have begun today, and with today's number of answered queries."""
 
 
 class Violation(NamedTuple):
@@ -391,7 +391,7 @@ def _with_run(policy: Policy, runs_by_day: Mapping[str, list[int]], run_id: int)
 
 def is_run_folder(name: str) -> bool:
     """Return whether ``state-dir`` may contain a run's folder with this name. The node's file names are reserved."""
-    stems = tuple(f"{Path(file).stem}." for file in (RUNS, LEDGER, AUDIT_NAME))
+    stems = tuple(f"{Path(file).stem}." for file in (RUNS, ANSWERS, LEDGER, AUDIT_NAME))
     is_file_of_node = name.casefold().startswith((".", *stems)) or name.casefold() == "site-secret"
     return is_folder_name(name) and not is_file_of_node
 

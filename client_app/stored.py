@@ -106,6 +106,15 @@ class ClientModel(nn.Module):
         """Return the network's second output ``(B, M)``: logits over the clients."""
         return _outputs(self.members[0](x))[1]
 
+    def query_embeddings(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the inputs of the personal layers ``(B, D)`` and the logits over the clients ``(B, M)``."""
+        return self.settings.method.query_embeddings(self.members[0], x)
+
+    def answer(self, embeddings: Tensor) -> Tensor:
+        """Return the class probabilities ``(B, C)``, given the result ``(B, D)`` of :meth:`query_embeddings`."""
+        outputs = self._predictor.combine([self.settings.method.query_logits(self.members[0], embeddings)])
+        return in_original_unit(outputs, self.preprocessing.task)
+
     def client_embeddings(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the embeddings ``(B, D)`` in which distances to the clients' data are measured, if there are any.
 

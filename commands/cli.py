@@ -398,6 +398,7 @@ def route(
 examples:
   posy serve my-run                                     on this machine: REST on port 8080, gRPC on port 8081
   posy serve my-run --host 0.0.0.0 --certificate server.pem --certificate-key server.key --tokens tokens.txt
+  posy serve my-run --superlink localhost:8000          the nodes of a federation answer
   curl localhost:8080/v2/models/client-3/infer -d @query.json""",
 )
 def serve_models(
@@ -418,6 +419,13 @@ def serve_models(
     concurrency: Annotated[int, typer.Option(min=1, help="Maximum number of requests in progress.")] = 1024,
     reload: Annotated[float, typer.Option(min=0, help="Seconds between checks for newer models; 0: never.")] = 10,
     drain: Annotated[float, typer.Option(min=0, help="Seconds for which the service still answers at its end.")] = 0,
+    superlink: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Let the nodes of this SuperLink (its --control address) answer."),
+    ] = None,
+    root_certificates: RootCertificates = None,
+    insecure: Insecure = False,
+    answer_seconds: Annotated[float, typer.Option(min=0.1, help="Maximum time for the answer of a node.")] = 10,
 ) -> int:
     """Serve the models of a run over REST and gRPC.
 
@@ -425,6 +433,9 @@ def serve_models(
     model of each client, and combinations of these models: `served`, `router`, `ensemble`, `majority-vote` and
     `confidence`, as far as the method has them. Without a certificate, and a token or a clients' authority, only this
     machine can call the service.
+
+    With --superlink, the service routes queries to the nodes of a live federation. It computes the shared layers, and
+    the node of the chosen client computes the rest, so it receives embeddings instead of samples.
     """
     try:
         from posy.commands.serve import read_tokens, serve  # noqa: PLC0415 - imports PyTorch
@@ -435,7 +446,9 @@ def serve_models(
     valid_tokens = read_tokens(tokens) if tokens else []
     credentials = Credentials(certificate, certificate_key, client_ca, valid_tokens)
     limits = Limits(int(max_megabytes * 1e6), rate, concurrency)
-    serve(run, Options(host, http_port, grpc_port, credentials, limits, reload, drain))
+    options = Options(host, http_port, grpc_port, credentials, limits, reload, drain)
+    endpoint = None if superlink is None else connection(superlink, root_certificates, insecure)
+    serve(run, options, endpoint, answer_seconds)
     return 0
 
 

@@ -2,26 +2,35 @@
 
 import asyncio
 import resource
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from posy.commands.deploy.certificates import check_authority, check_server
+from posy.commands.deploy.control import control
+from posy.commands.launch import Connection
 from posy.serve.endpoints import Endpoint
-from posy.serve.run_models import load_endpoints
+from posy.serve.federation import Link
+from posy.serve.run_models import load_endpoints, load_router
 from posy.serve.server import ModelServer, Options
 from posy.server_app.record import Record
 from posy.settings import SettingsError
 
 
-def serve(run: str, options: Options) -> None:
+def serve(run: str, options: Options, superlink: Connection | None = None, answer_seconds: float = 10.0) -> None:
     """Serve the models of a run until SIGINT or SIGTERM arrives; see :func:`serving`."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # each connection is an open file
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    asyncio.run(serving(run, options).run())
+    asyncio.run(serving(run, options, superlink, answer_seconds).run())
 
 
-def serving(run: str, options: Options) -> ModelServer:
+def serving(
+    run: str, options: Options, superlink: Connection | None = None, answer_seconds: float = 10.0
+) -> ModelServer:
     """Return the service of a run's models.
+
+    With ``superlink``, the service offers only the router, and the nodes of the federation answer the queries, each
+    within ``answer_seconds``.
 
     Raises
     ------
@@ -30,21 +39,38 @@ def serving(run: str, options: Options) -> ModelServer:
     DamagedFileError
         If a model cannot be read.
     """
+    link = None if superlink is None else Link(partial(_start, Record.find(run).path, superlink), answer_seconds)
 
     def load() -> Mapping[str, Endpoint]:
-        return load_endpoints(Record.find(run))
+        record = Record.find(run)
+        return load_endpoints(record) if link is None else load_router(record, link)
 
     def signature() -> object:
         files = sorted(Record.find(run).models.glob("*.safetensors"))
         states = [(path, path.stat()) for path in files]
         return [(str(path), state.st_ino, state.st_mtime_ns, state.st_size) for path, state in states]
 
-    server, credentials = ModelServer(load, signature, options), options.credentials
+    server = ModelServer(load, signature, options, *([] if link is None else [link.running]))
+    credentials = options.credentials
     if credentials.certificate is not None and credentials.key is not None:
         check_server(credentials.certificate, credentials.key)
     if credentials.ca is not None:
         check_authority(credentials.ca)
     return server
+
+
+def _start(run: Path, superlink: Connection, socket: Path) -> Callable[[], str]:
+    """Submit a run that passes queries to the nodes, and return a function that returns why it has ended, or ""."""
+    settings = {"resume": run.name, "output-dir": str(run.parent), "queries-from": str(socket)}
+    with control(superlink) as api:
+        number = api.submit(settings)
+
+    def ended() -> str:
+        with control(superlink) as api:
+            found = api.find(number)
+            return f"{found.status}: {found.details}" if found.ended else ""
+
+    return ended
 
 
 def read_tokens(path: Path) -> list[str]:

@@ -72,6 +72,12 @@ class Policy:
     max_rounds: int = setting(1000, "maximum number of rounds in a run", minimum=1)
     max_parameters: int = setting(100_000_000, "maximum number of parameters in a model", minimum=1)
     max_runs_per_day: int = setting(50, "maximum number of runs that begin on one day (UTC)", minimum=1)
+    max_answers_per_day: int = setting(
+        0,
+        "maximum number of queries on one day (UTC) that the site's model answers for a service of the server (`posy "
+        "serve --superlink`); with enough answers, the server can reconstruct the layers that the site keeps; 0: none",
+        minimum=0,
+    )
     min_clients: int = setting(
         0,
         "minimum number of clients in a round; 0: two, or with trusted-keys, more than half of the trusted sites",

@@ -45,12 +45,22 @@ class TwoBranch(nn.Module):
         kaiming_linear(self.client_head)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return class logits ``(B, C)`` and client logits ``(B, M)``; shared blocks run once."""
+        """Return class logits ``(B, C)`` and client logits ``(B, M)``."""
+        classes, clients = self.shared_part(x)
+        return self.class_head(classes), clients
+
+    @property
+    def class_head(self) -> nn.Module:
+        """The class classifier, which each client keeps."""
+        return self.model.head
+
+    def shared_part(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the input of the class classifier ``(B, D)`` and client logits ``(B, M)``; shared blocks run once."""
         blocks = list(self.model.blocks.values())
         shared = run_blocks(blocks[: self.shared_blocks], x)
         classes = run_blocks(blocks[self.shared_blocks :], shared).flatten(1)
         clients = run_blocks(self.client_blocks.values(), shared).flatten(1)
-        return self.model.head(classes), self.client_head(clients)
+        return classes, self.client_head(clients)
 
     def client_embeddings(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return embeddings in which foreign samples are far from the clients' samples.

@@ -69,6 +69,10 @@ class Endpoint(ABC):
         specs = {"inputs": self.inputs, "outputs": self.outputs}
         return card | {key: [spec.to_dict() for spec in group] for key, group in specs.items()}
 
+    async def complete(self, outputs: dict[str, Array]) -> dict[str, Array]:
+        """Return the final outputs for a request, given the result of :meth:`predict`; by default the same."""
+        return outputs
+
     def predict(self, batch: Sequence[Mapping[str, Array]]) -> list[dict[str, Array] | Exception]:
         """Answer several requests at once.
 

@@ -9,12 +9,14 @@ from flwr.common.logger import log
 from posy.client_app.stored import ClientModel
 from posy.metrics import CLASSES
 from posy.serve.endpoints import ClientEndpoint, ConfidenceEndpoint, Endpoint, EnsembleEndpoint, VoteEndpoint, name_of
-from posy.serve.router import RouterEndpoint
+from posy.serve.federation import FederationRouter, Link
+from posy.serve.router import Ranking, RouterEndpoint
 from posy.server_app.none_fits import Calibration
 from posy.server_app.record import Record
-from posy.server_app.routing import candidates_of, voters_of
+from posy.server_app.routing import candidates_of, router_of, voters_of
 from posy.settings import SettingsError
 from posy.storage import is_locked, read_metadata
+from posy.strategies.registry import read_settings
 
 SERVED, ENSEMBLE, ROUTER, VOTE, CONFIDENCE = "served", "ensemble", "router", "majority-vote", "confidence"
 """Names of the models that combine clients. A client with such a name is offered as ``client-N``."""
@@ -72,6 +74,29 @@ def load_endpoints(record: Record) -> dict[str, Endpoint]:
             calibration = Calibration.read(record.models, latest) or _reason(record)
             endpoints[ROUTER] = RouterEndpoint(routed, run, {}, priors, calibration)
     return endpoints
+
+
+def load_router(record: Record, link: Link) -> dict[str, Endpoint]:
+    """Return the router of a run whose clients' models stay on their nodes.
+
+    Raises
+    ------
+    SettingsError
+        If the run's method does not route queries to clients.
+    DamagedFileError
+        If a file cannot be read.
+    """
+    if not read_settings({}, str(record.path), record.settings).method.routes:
+        raise SettingsError(
+            f"{record.path}: method = {record.settings['method']!r} does not route queries to clients, so nodes cannot "
+            "answer them; use method = 'feddrm', or serve the models at the sites"
+        )
+    model = router_of(record)
+    candidates, priors = candidates_of(record, model.settings)
+    sites = dict(enumerate(record.summary.get("sites", ())))
+    names = {client: sites.get(client) or f"client-{client}" for client in sorted(candidates)}
+    calibration = Calibration.read(record.models, model.round) or _reason(record)
+    return {ROUTER: FederationRouter(model, record.name, Ranking(names, priors), calibration, link)}
 
 
 def _last_round(record: Record) -> int | None:

@@ -103,17 +103,23 @@ class ModelServer:
         Returns a value that changes with the models' files.
     options : Options
         The options of the service.
+    around : callable
+        Returns a context that contains the service, such as the connection to a federation.
     """
 
     def __init__(
-        self, load: Callable[[], Mapping[str, Endpoint]], signature: Callable[[], object], options: Options
+        self,
+        load: Callable[[], Mapping[str, Endpoint]],
+        signature: Callable[[], object],
+        options: Options,
+        around: Callable[[], contextlib.AbstractAsyncContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         options.check()
         self.options = options
         self.http_port = self.grpc_port = 0
         """The ports on which the service listens, as soon as it has started."""
         self.started = threading.Event()
-        self._load, self._signature = load, signature
+        self._load, self._signature, self._around = load, signature, around
         self._ended = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -124,6 +130,10 @@ class ModelServer:
 
     async def run(self, *, handles_signals: bool = True) -> None:
         """Serve until :meth:`stop` is called, or until SIGINT or SIGTERM arrives."""
+        async with self._around():
+            await self._run(handles_signals=handles_signals)
+
+    async def _run(self, *, handles_signals: bool) -> None:
         options, self._loop = self.options, asyncio.get_running_loop()
         meters = Meters()
         repository = Repository(self._load)

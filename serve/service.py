@@ -96,6 +96,7 @@ class Service:
         except UnavailableError:  # the model was replaced after the lookup
             endpoint, batcher = self._entry(request.model, request.version)
             outputs = await batcher.submit(request.inputs)
+        outputs = await endpoint.complete(outputs)
         chosen = {name: outputs[name] for name in request.outputs} if request.outputs else outputs
         self.meters.answered(request.model, time.perf_counter() - begun, _count(outputs))
         return Response(request.model, endpoint.version, request.id, chosen)

@@ -33,8 +33,9 @@ from posy.server_app.in_process import InProcessGrid
 from posy.server_app.outcome import check_outcome
 from posy.server_app.pace import Pace
 from posy.server_app.recorder import Recorder
+from posy.server_app.relay import relay
 from posy.server_app.results import RunDirectory
-from posy.server_app.resume import CONFIG, StoredRun
+from posy.server_app.resume import CONFIG, StoredRun, read_summary
 from posy.server_app.run_status import RunStatus, WatchedGrid
 from posy.server_app.trackers.tracking import find
 from posy.server_app.waiting import WaitLog
@@ -59,7 +60,10 @@ def main(grid: Grid, context: Context) -> None:
         run(grid, user_settings)
         return
     with closing(RunStatus.of_run(context.run_id)) as status:
-        run(grid, user_settings, status=status)
+        if user_settings.get("queries-from"):
+            pass_queries(grid, user_settings, status)
+        else:
+            run(grid, user_settings, status=status)
 
 
 def user_settings_in(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,6 +107,8 @@ def run(
         After the last round, if no client's training or no client's evaluation was accepted, or if training has
         diverged. RunError is also raised if the run's files cannot be written.
     """
+    if socket := user_settings.get("queries-from"):
+        raise SettingsError(f"queries-from = {socket!r}: only nodes answer queries; use `posy serve RUN --superlink`")
     if (resumed := interrupted(user_settings, where)) is not None:
         changes = {key: value for key, value in user_settings.items() if key not in ("resume", "output-dir")}
         return _cross_validate(grid, {"experiment": str(resumed / CONFIG), **changes}, where, begun, status, resumed)
@@ -130,6 +136,28 @@ def run(
         if fold_run is not None:
             stack.callback(fold_run.update)
         return _run(grid, settings, stored, begun, status)
+
+
+def pass_queries(grid: Grid, user_settings: Mapping[str, Any], status: RunStatus) -> None:
+    """Let the nodes of a stored run answer the queries of a service, until the service ends.
+
+    Raises
+    ------
+    SettingsError
+        If the run does not exist, or the service does not accept the connection.
+    """
+    where = "the run config"
+    with named_sources(user_settings, where):
+        stored = StoredRun.find(user_settings, where)
+    if stored is None:
+        raise SettingsError("queries-from needs resume, which names the run whose clients answer the queries")
+    settings = read_settings(user_settings, where, stored.settings)
+    waves = wave_grid(grid, settings, status)
+    assert isinstance(waves, PollingGrid)
+    federation = Federation(waves, settings, status)
+    owners = dict(enumerate(read_summary(stored.path).get("sites", ())))
+    federation.restore({"owners": {c: name for c, name in owners.items() if name}, "fingerprints": {}})
+    relay(settings.run.queries_from, waves, federation, f"{stored.path.name}-{stored.id}")
 
 
 def _cross_validate(

@@ -66,6 +66,11 @@ class Federation:
         return self._members.hosted
 
     @property
+    def num_clients(self) -> int:
+        """The number of clients of the run, M."""
+        return self._num_clients
+
+    @property
     def owners(self) -> dict[int, str]:
         """The name that owns each client, except for clients of unnamed nodes."""
         return self._members.owners
@@ -155,6 +160,12 @@ class Federation:
                 arrived = describe_clients(clients, self.owners, self._num_clients)
                 print(f"{arrived} {state}; {self._presence.describe()}", flush=True)
         return returned
+
+    def look(self) -> None:
+        """Look up the connected nodes, and assign each client to its node, without waiting."""
+        self._members.begun = True  # two nodes that claim one client are then not an error
+        self.nodes.poll()
+        self._members.assign()
 
     def task(self, model: str) -> str:
         """Return a table that describes the agreed task and the network, with a row for each site."""

@@ -124,6 +124,16 @@ class FedDRMSettings(MethodSettings, robust=True, point="served"):
         """Return the client branch's logits, adjusted for routing."""
         return routing_logits(outputs, weights, self.routing)
 
+    def query_embeddings(self, network: "nn.Module", x: "Tensor") -> "tuple[Tensor, Tensor]":
+        """Return the input of the class classifier, and the client branch's logits."""
+        embeddings, logits = network.shared_part(x)  # type: ignore[operator]
+        return embeddings, logits
+
+    def query_logits(self, network: "nn.Module", embeddings: "Tensor") -> "Tensor":
+        """Return the outputs of the client's class classifier."""
+        logits: Tensor = network.class_head(embeddings)  # type: ignore[operator]
+        return logits
+
     def client_embeddings(self, network: "nn.Module", x: "Tensor") -> "tuple[Tensor, ...]":
         """Return the input of the client classifier, and for images statistics of the first blocks."""
         embeddings: tuple[Tensor, ...] = network.client_embeddings(x)  # type: ignore[operator]

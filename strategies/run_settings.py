@@ -20,6 +20,9 @@ LAST_ROUND = "last-round"
 """Key of a message's config that marks the models of this round as the run's final models."""
 DELIVERY = "delivery"
 """Key of a message's config that asks a client to store its final model, and to reply without scores."""
+MODEL_ROUND, EMBEDDINGS, PROBABILITIES = "model-round", "embeddings", "probabilities"
+"""Key of a message's config that asks a client's stored model of a round for answers to queries, and the names of the
+arrays in the message and in the reply."""
 UNIFORM = "uniform"
 """The value of ``client-weights`` that gives all clients the same weight."""
 WITHHELD = "withheld"
@@ -500,6 +503,14 @@ class RunSettings:
         synonyms=("logger", "tracker", "report-to"),
     )
     resume: str = setting("", "name of a run in output-dir to resume from its last checkpoint", once=True)
+    queries_from: str = setting(
+        "",
+        "socket of a service on the SuperLink's machine, which `posy serve --superlink` sets: the nodes answer the "
+        "service's queries with the models of the run that `resume` names, and do not train",
+        place=True,
+        once=True,
+        affects_results=False,
+    )
     state_memory: int = setting(
         4096,
         "MiB of memory for the clients' states in an in-process run; states beyond this limit go to disk; 0: all "

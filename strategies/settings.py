@@ -154,6 +154,25 @@ class MethodSettings:
         """
         raise NotImplementedError
 
+    def query_embeddings(self, network: "nn.Module", x: "Tensor") -> "tuple[Tensor, Tensor]":
+        """Return the inputs of the personal layers ``(B, D)``, and the network's second output ``(B, M)``.
+
+        With :attr:`routes`, a service on the server computes both. The node of the chosen client computes the rest; see
+        :meth:`query_logits`. By default, a method does not support such queries.
+
+        Parameters
+        ----------
+        network : torch.nn.Module
+            The network that all clients share.
+        x : Tensor, (B, *input_shape)
+            The samples.
+        """
+        raise NotImplementedError
+
+    def query_logits(self, network: "nn.Module", embeddings: "Tensor") -> "Tensor":
+        """Return the logits of the classes ``(B, C)``, given the result ``(B, D)`` of :meth:`query_embeddings`."""
+        raise NotImplementedError
+
     def client_embeddings(self, network: "nn.Module", x: "Tensor") -> "tuple[Tensor, ...]":
         """Return the embeddings ``(B, D)`` of samples in which distances to the clients' data are measured.
 

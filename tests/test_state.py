@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
-from posy.client_app.app import own_places
+from posy.client_app.places import own_places
 from posy.client_app.state import (
     ContextStore,
     DirectoryStore,

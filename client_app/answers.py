@@ -1,0 +1,104 @@
+"""Answer the queries of a service with the layers that a client keeps, so that these layers stay on the node."""
+
+import time
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message
+
+from posy.client_app.places import models_folder
+from posy.client_app.policy import ANSWERS, PolicyError, Violation
+from posy.client_app.stored import ClientModel
+from posy.data.policy import Policy
+from posy.flower import content_of, entries_of, record_in, record_of
+from posy.paths import absolute
+from posy.settings import SettingsError
+from posy.storage import exclusive, read_json, write_json
+from posy.strategies.run_settings import EMBEDDINGS, MODEL_ROUND, PROBABILITIES
+
+MOST_QUERIES = 4096
+"""Maximum number of queries in a message."""
+
+
+def answer_queries(message: Message, context: Context, policy: Policy | None) -> Message:
+    """Return the class probabilities ``(n, C)`` for the embeddings ``(n, D)`` in a message.
+
+    The message names the client, the run and the round. The node computes the answer with the model of this round that
+    the client has stored.
+
+    Raises
+    ------
+    PolicyError
+        If the site's policy does not allow the answers.
+    SettingsError
+        If the node has no model of this round, or the embeddings are not usable.
+    """
+    config = entries_of(record_in(message.content, "config", ConfigRecord))
+    array = entries_of(record_in(message.content, "arrays", ArrayRecord))[EMBEDDINGS].numpy()
+    if array.ndim != 2 or array.dtype != np.float32 or len(array) > MOST_QUERIES or not np.isfinite(array).all():
+        raise SettingsError(
+            f"the message has embeddings {array.dtype} {array.shape}; the node needs at most {MOST_QUERIES} rows of "
+            "finite numbers in float32"
+        )
+    model = _model_for(config, context)
+    if policy is not None:
+        _count_answers(policy, context.node_config, len(array))
+    with torch.inference_mode():
+        probabilities = model.answer(torch.tensor(array)).numpy()
+    arrays = record_of({PROBABILITIES: probabilities})
+    return Message(content_of(arrays=arrays, config=ConfigRecord({"client": config["client"]})), reply_to=message)
+
+
+def _model_for(config: Mapping[str, Any], context: Context) -> ClientModel:
+    """Return the model that a query names, or raise :class:`SettingsError` if the node does not have it."""
+    client, number = int(config["client"]), int(config[MODEL_ROUND])
+    folder = models_folder(context.node_config, str(config["run"]))
+    if folder is None:
+        raise SettingsError("this node stores no models; set state-dir in its node config, and repeat the run")
+    paths = [folder / f"{kind}-{client}.safetensors" for kind in ("served", "client")]
+    path = next((path for path in paths if path.is_file()), None)
+    name = str(context.node_config.get("name", ""))
+    model = None if path is None else _stored(path, path.stat().st_mtime_ns)
+    if model is None or (name and model.site and model.site != name):
+        raise SettingsError(f"this node has no model of client {client} in run {config['run']!r:.99}")
+    if model.round != number:
+        raise SettingsError(
+            f"this node's model is of round {model.round}, and the service needs round {number}; deliver the final "
+            "model with `posy run resume=RUN`"
+        )
+    return model
+
+
+@lru_cache(maxsize=8)
+def _stored(path: Path, modified: int) -> ClientModel:
+    """Return a stored model. The file is read again if its modification time changes."""
+    return ClientModel.load(path)
+
+
+_answered: dict[str, int] = {}
+
+
+def _count_answers(policy: Policy, node_config: Mapping[str, Any], count: int) -> None:
+    """Add answers to today's answers (UTC). The count survives a restart if the node has a ``state-dir``."""
+    global _answered  # noqa: PLW0603 - the answers of a node without state-dir
+    folder = str(node_config.get("state-dir", ""))
+    if not folder:
+        _answered = _with_answers(policy, _answered, count)
+        return
+    file = absolute(folder) / ANSWERS
+    with exclusive(file.with_suffix(".lock")):
+        write_json(file, _with_answers(policy, read_json(file) if file.exists() else {}, count))
+
+
+def _with_answers(policy: Policy, answers_by_day: Mapping[str, int], count: int) -> dict[str, int]:
+    """Return today's number of answers, keyed by day; raise :class:`PolicyError` if there are too many."""
+    limit, today = policy.max_answers_per_day, time.strftime("%Y-%m-%d", time.gmtime())
+    total = answers_by_day.get(today, 0) + count
+    if total > limit:
+        reason = f"the site answers {limit} queries per day (UTC)" if limit else "the site answers no queries"
+        raise PolicyError(Violation("max-answers-per-day", reason))
+    return {today: total}
