@@ -67,8 +67,8 @@ def _start(run: Path, superlink: Connection, socket: Path) -> Callable[[], str]:
 
     def ended() -> str:
         with control(superlink) as api:
-            found = api.find(number)
-            return f"{found.status}: {found.details}" if found.ended else ""
+            run_on_superlink = api.find(number)
+        return f"{run_on_superlink.status}: {run_on_superlink.details}" if run_on_superlink.ended else ""
 
     return ended
 

@@ -267,42 +267,45 @@ class FederationRouter(Endpoint):
         UnavailableError
             If no client answers.
         """
-        embeddings, order = outputs.pop(EMBEDDING), outputs.pop(ORDER)
-        count, members = order.shape
-        chosen = np.zeros(count, np.int64)  # positions in the ranking
-        probabilities = np.empty((count, len(self.class_names)), np.float32)
-        open_rows = np.arange(count)
-        for position in range(members):
-            if not len(open_rows):
-                break
-            if not self._link.is_connected:
-                raise UnavailableError("the federation is not connected; try again later")
-            firsts = order[open_rows, position]
-            groups = {int(place): open_rows[firsts == place] for place in np.unique(firsts)}
-            answers = await asyncio.gather(*(self._ask(place, embeddings[rows]) for place, rows in groups.items()))
-            unanswered = []
-            for (_, rows), answer in zip(groups.items(), answers, strict=True):
-                if answer is None:
-                    unanswered.append(rows)
-                else:
-                    probabilities[rows], chosen[rows] = answer, position
-            open_rows = np.sort(np.concatenate([*unanswered, np.empty(0, np.int64)]))
-        if len(open_rows):
-            raise UnavailableError("no client of the federation answers now; try again later")
+        order = outputs.pop(ORDER)
+        ranks, probabilities = await self._answers(order, outputs.pop(EMBEDDING))
         names = self._ranking.names
-        skipped = [b",".join(names[order[row, :position]]) for row, position in enumerate(chosen)]
+        skipped = [b",".join(names[row[:rank]]) for row, rank in zip(order, ranks, strict=True)]
         probability_spec, class_spec = self.outputs[1:3]
         return {
-            "client": names[order[np.arange(count), chosen]],
+            "client": names[order[np.arange(len(order)), ranks]],
             probability_spec.name: probabilities,
             class_spec.name: self._named(probabilities.argmax(axis=1)),
             **outputs,
-            SKIPPED.name: as_objects(skipped, (count,)),
+            SKIPPED.name: as_objects(skipped, (len(order),)),
         }
 
-    async def _ask(self, place: int, embeddings: Floats) -> Floats | None:
-        """Return the answer of the client at a place in the ranking's list of clients, or None if it is away."""
-        client = int(self._ranking.members[place])
+    async def _answers(self, order: npt.NDArray[np.int64], embeddings: Floats) -> tuple[npt.NDArray[np.int64], Floats]:
+        """Return the rank of the client that answers each query ``(n,)``, and the class probabilities ``(n, C)``.
+
+        ``order`` contains the ranking ``(n, K)``, as positions in the ranking's list of clients.
+        """
+        ranks = np.zeros(len(order), np.int64)
+        probabilities = np.empty((len(order), len(self.class_names)), np.float32)
+        unanswered = np.ones(len(order), bool)
+        for rank in range(order.shape[1]):
+            if not unanswered.any():
+                break
+            if not self._link.is_connected:
+                raise UnavailableError("the federation is not connected; try again later")
+            firsts = order[:, rank]
+            groups = {int(k): np.flatnonzero(unanswered & (firsts == k)) for k in np.unique(firsts[unanswered])}
+            answers = await asyncio.gather(*(self._ask(k, embeddings[rows]) for k, rows in groups.items()))
+            for rows, answer in zip(groups.values(), answers, strict=True):
+                if answer is not None:
+                    probabilities[rows], ranks[rows], unanswered[rows] = answer, rank, False
+        if unanswered.any():
+            raise UnavailableError("no client of the federation answers now; try again later")
+        return ranks, probabilities
+
+    async def _ask(self, member: int, embeddings: Floats) -> Floats | None:
+        """Return the answer of a client, given its index in the ranking's list of clients, or None if it is away."""
+        client = int(self._ranking.members[member])
         reason, answer = "", None
         try:
             answer = await self._link.ask(client, self.first.round, embeddings)
@@ -312,6 +315,6 @@ class FederationRouter(Endpoint):
             reason = str(error)
         if reason != self._reasons.get(client, ""):
             self._reasons[client] = reason
-            name = self._ranking.names[place].decode()
+            name = self._ranking.names[member].decode()
             log(WARNING, "%s %s", name, f"does not answer: {reason}" if reason else "answers again")
         return answer

@@ -132,9 +132,9 @@ class Relay:
 
     def _send(self) -> None:
         """Send each idle node its next queries."""
-        now, wave = time.monotonic(), []
+        clock, wave = time.monotonic(), []
         for node, waiting in self._waiting.items():
-            while waiting and waiting[0].ends <= now:
+            while waiting and waiting[0].ends <= clock:
                 self._answer(waiting.popleft(), "its node is busy")
             if waiting and node not in self._under_way:
                 wave.append((waiting.popleft(), node))
@@ -155,9 +155,9 @@ class Relay:
         if not self._under_way and not self._grid.late:
             return
         self._grid.look([delivery for _, delivery in self._under_way.values()])
-        now = time.monotonic()
+        clock = time.monotonic()
         for node, (query, delivery) in list(self._under_way.items()):
-            if delivery.open and now < query.ends:
+            if delivery.open and clock < query.ends:
                 continue
             del self._under_way[node]
             if delivery.open:
@@ -216,7 +216,7 @@ def relay(path: str, grid: PollingGrid, federation: Federation, run: str) -> Non
     Raises
     ------
     SettingsError
-        If there is no service at this socket.
+        If no service listens on this socket.
     """
     service = socket.socket(socket.AF_UNIX)
     with closing(service):

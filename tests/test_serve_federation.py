@@ -1,6 +1,5 @@
 """The service routes queries to the nodes of a live federation, in real processes."""
 
-import contextlib
 import json
 import os
 import signal
@@ -100,14 +99,14 @@ def expected(models: Sequence[ClientModel], n: np.ndarray, present: Sequence[int
         scores = models[0].client_logits(x).numpy() - np.log(n / n.sum())
         ranked = np.argsort(-scores, axis=1, kind="stable")
         probabilities = np.stack([model(x).numpy() for model in models])
-    first = [next(place for place, client in enumerate(row) if client in present) for row in ranked.tolist()]
+    first = [next(rank for rank, client in enumerate(row) if client in present) for row in ranked.tolist()]
     chosen = ranked[np.arange(len(x)), first]
     classes = probabilities[chosen, np.arange(len(x))].argmax(axis=1)
     return {
         "client": [NAMES[client] for client in chosen],
         "class": [models[0].class_names[label] for label in classes],
         "clients": [[NAMES[client] for client in row] for row in ranked],
-        "skipped": [",".join(NAMES[c] for c in row[:place]) for row, place in zip(ranked, first, strict=True)],
+        "skipped": [",".join(NAMES[c] for c in row[:rank]) for row, rank in zip(ranked, first, strict=True)],
         "probabilities": probabilities[chosen, np.arange(len(x))].tolist(),
     }
 
@@ -144,13 +143,14 @@ def test_the_next_client_answers_while_a_node_is_away(federation: Federation) ->
 
 
 def test_the_next_client_answers_while_a_node_hangs(federation: Federation) -> None:
-    worker = federation.worker(NAMES[0])
-    os.kill(worker, signal.SIGSTOP)
+    stopped = [federation.forked(part)[NAMES[0]] for part in ("node", "worker")]
+    for process in stopped:
+        os.kill(process, signal.SIGSTOP)
     try:
         check(federation, [1, 2])
     finally:
-        with contextlib.suppress(ProcessLookupError):  # the node has replaced its worker
-            os.kill(worker, signal.SIGCONT)
+        for process in stopped:
+            os.kill(process, signal.SIGCONT)
     federation.until(lambda: "site-0" in federation.infer(QUERIES)["client"], "service")
     check(federation, [0, 1, 2])
 
