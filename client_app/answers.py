@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 
+from posy.client_app.none_fits import FILE_OF_CLIENT, Calibration
 from posy.client_app.places import models_folder
 from posy.client_app.policy import ANSWERS, PolicyError, Violation
 from posy.client_app.stored import ClientModel
@@ -17,18 +18,19 @@ from posy.data.policy import Policy
 from posy.flower import content_of, entries_of, record_in, record_of
 from posy.paths import absolute
 from posy.settings import SettingsError
-from posy.storage import exclusive, read_json, write_json
-from posy.strategies.run_settings import EMBEDDINGS, MODEL_ROUND, PROBABILITIES
+from posy.storage import exclusive, read_json, read_metadata, write_json
+from posy.strategies.run_settings import DISTANCES, EMBEDDINGS, MODEL_ROUND, PROBABILITIES, SIZES
 
 MOST_QUERIES = 4096
 """Maximum number of queries in a message."""
 
 
 def answer_queries(message: Message, context: Context, policy: Policy | None) -> Message:
-    """Return the class probabilities ``(n, C)`` for the embeddings ``(n, D)`` in a message.
+    """Return the class probabilities ``(n, C)`` and distances ``(n,)`` for the embeddings ``(n, D)`` in a message.
 
     The message names the client, the run and the round. The node computes the answer with the model of this round that
-    the client has stored.
+    the client has stored. If the node has calibrated the distance to its samples, the answer contains the distance of
+    each query; above 1, the query does not fit the samples.
 
     Raises
     ------
@@ -44,17 +46,25 @@ def answer_queries(message: Message, context: Context, policy: Policy | None) ->
             f"the message has embeddings {array.dtype} {array.shape}; the node needs at most {MOST_QUERIES} rows of "
             "finite numbers in float32"
         )
-    model = _model_for(config, context)
+    sizes = [int(size) for size in config[SIZES]]
+    if min(sizes, default=0) < 1 or sum(sizes) != array.shape[1]:
+        raise SettingsError(f"the message has embeddings {array.shape}, which do not have the sizes {sizes}")
+    own, *others = np.split(array, np.cumsum(sizes)[:-1], axis=1)
+    path = _model_path(config, context)
+    model = _stored(path, path.stat().st_mtime_ns)
     if policy is not None:
         _count_answers(policy, context.node_config, len(array))
     with torch.inference_mode():
-        probabilities = model.answer(torch.tensor(array)).numpy()
-    arrays = record_of({PROBABILITIES: probabilities})
-    return Message(content_of(arrays=arrays, config=ConfigRecord({"client": config["client"]})), reply_to=message)
+        replied = {PROBABILITIES: model.answer(torch.tensor(own)).numpy()}
+    calibration = _calibration(path.with_name(FILE_OF_CLIENT.format(client=model.client)), model.round)
+    if calibration is not None and others:
+        replied[DISTANCES] = calibration.relative_of(others).astype(np.float32)
+    reply_config = ConfigRecord({"client": config["client"]})
+    return Message(content_of(arrays=record_of(replied), config=reply_config), reply_to=message)
 
 
-def _model_for(config: Mapping[str, Any], context: Context) -> ClientModel:
-    """Return the model that a query names, or raise :class:`SettingsError` if the node does not have it."""
+def _model_path(config: Mapping[str, Any], context: Context) -> Path:
+    """Return the file of the model that a query names, or raise :class:`SettingsError` if the node does not have it."""
     client, number = int(config["client"]), int(config[MODEL_ROUND])
     folder = models_folder(context.node_config, str(config["run"]))
     if folder is None:
@@ -62,21 +72,31 @@ def _model_for(config: Mapping[str, Any], context: Context) -> ClientModel:
     paths = [folder / f"{kind}-{client}.safetensors" for kind in ("served", "client")]
     path = next((path for path in paths if path.is_file()), None)
     name = str(context.node_config.get("name", ""))
-    model = None if path is None else _stored(path, path.stat().st_mtime_ns)
-    if model is None or (name and model.site and model.site != name):
+    metadata = {} if path is None else read_metadata(path)
+    if path is None or (name and metadata["site"] not in ("", name)):
         raise SettingsError(f"this node has no model of client {client} in run {config['run']!r:.99}")
-    if model.round != number:
+    if metadata["round"] != str(number):
         raise SettingsError(
-            f"this node's model is of round {model.round}, and the service needs round {number}; deliver the final "
-            "model with `posy run resume=RUN`"
+            f"this node's model is of round {metadata['round']}, and the service needs round {number}; deliver the "
+            "final model with `posy run resume=RUN`"
         )
-    return model
+    return path
 
 
 @lru_cache(maxsize=8)
 def _stored(path: Path, modified: int) -> ClientModel:
     """Return a stored model. The file is read again if its modification time changes."""
     return ClientModel.load(path)
+
+
+def _calibration(path: Path, server_round: int) -> Calibration | None:
+    """Return the calibrated distance to a client's samples, or None if the node has none."""
+    return _stored_calibration(path, server_round, path.stat().st_mtime_ns) if path.is_file() else None
+
+
+@lru_cache(maxsize=8)
+def _stored_calibration(path: Path, server_round: int, modified: int) -> Calibration | None:
+    return Calibration.read(path.parent, server_round, path.name)
 
 
 _answered: dict[str, int] = {}

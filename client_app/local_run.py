@@ -16,6 +16,7 @@ from torch import Tensor
 
 from posy.client_app.hooks import Steps, result_of
 from posy.client_app.jobs import Jobs
+from posy.client_app.none_fits import calibrate_client
 from posy.client_app.predictors import Predictor, array_of, loss_of, predictions_of
 from posy.client_app.privacy import UnprotectedError, noised
 from posy.client_app.secure_aggregation import Masking
@@ -32,10 +33,12 @@ from posy.strategies.privacy import BELOW
 from posy.strategies.replies import LOSS, Update
 from posy.strategies.run_settings import (
     ALL_METRICS,
+    CALIBRATES,
     CENTRAL,
     DELIVERY,
     LAST_ROUND,
     LOCAL,
+    OFF,
     SAMPLE,
     UNIFORM,
     metric_of,
@@ -258,7 +261,8 @@ class LocalRun:
                 metrics["chosen"] = served.chosen
             metrics |= yield from self._scores("served", served)
             if self.method.point == "served":
-                save_model(self.jobs, self.config, served, "served", metrics, "served")
+                path = save_model(self.jobs, self.config, served, "served", metrics, "served")
+                self._calibrate(path)
         if client.personal_in_every_evaluation or self.config.get("evaluate-personal"):
             personal = yield from self._personal_model()
             if personal is not None:
@@ -272,6 +276,16 @@ class LocalRun:
                 metrics = {key: value for key, value in metrics.items() if not key.startswith("local")}
             return {MASKED: self._masked({}, self._numbers(metrics, training=False))}, 0, {}
         return metrics.get("served-loss", 0.0), len(client.data.y_test), metrics
+
+    def _calibrate(self, path: Path | None) -> None:
+        """Calibrate the distance to the client's samples after the last round, if the node keeps its final model.
+
+        With noise, means of training samples would exceed the privacy guarantee.
+        """
+        is_final = bool(self.config.get(LAST_ROUND)) and bool(self.config.get(CALIBRATES))
+        if path is None or not is_final or not self.method.routes or self.settings.train.dp != OFF:
+            return
+        calibrate_client(path, self.client.client, self.client.data, self.client.device)
 
     def _personal_model(self) -> Steps[Predictor | None]:
         """Return the local model, or None if its training diverged. The served model's scores are still reported."""
@@ -374,17 +388,18 @@ def save_model(
     point: str,
     metrics: Mapping[str, Any],
     file: str = "client",
-) -> None:
+) -> Path | None:
     """Write a model with its settings and preprocessing to the folder that ``save-models-to`` names, if any.
 
-    The file also contains the scores in ``metrics``, unrounded, because it stays with the client.
+    The file also contains the scores in ``metrics``, unrounded, because it stays with the client. The function returns
+    its path, or None.
 
     ``client-<i>`` is the local model, or the served model if the client has no local model. ``served-<i>`` is the
     served model of a method whose ``point`` is ``served``.
     """
     folder, client = config.get("save-models-to"), jobs.client
     if not folder:
-        return
+        return None
     path = Path(str(folder)) / f"{file}-{client.client}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
     scores = {name: metrics[key] for name in (*METRICS, LOSS) if (key := f"{point}-{name}") in metrics}
@@ -402,6 +417,7 @@ def save_model(
         "preprocessing": client.workspace.preprocessing(client.client),
     }
     write_arrays(path, predictor.as_arrays(), metadata)
+    return path
 
 
 def save_predictions(jobs: Jobs, config: Mapping[str, Any], predictions: Predictions, point: str) -> None:

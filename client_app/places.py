@@ -9,6 +9,7 @@ from flwr.app import Context
 from posy.client_app.policy import is_run_folder
 from posy.paths import absolute
 from posy.settings import SettingsError
+from posy.strategies.run_settings import CALIBRATES
 
 
 def own_places(config: dict[str, Any], context: Context) -> None:
@@ -18,7 +19,8 @@ def own_places(config: dict[str, Any], context: Context) -> None:
     folder for the client's model; see :func:`models_folder`.
     """
     save_to, predictions = config.pop("save-models-to", ""), config.pop("save-predictions-to", "")
-    config.pop("state-directory", None)
+    for key in ("state-directory", CALIBRATES):
+        config.pop(key, None)
     state = str(context.node_config.get("state-dir", ""))
     if not state and not (save_to or predictions):
         return
@@ -28,7 +30,7 @@ def own_places(config: dict[str, Any], context: Context) -> None:
     if state:
         config["state-directory"] = str(absolute(state) / str(config["run"]))
     if save_to:
-        config["save-models-to"] = str(folder)
+        config["save-models-to"], config[CALIBRATES] = str(folder), True
     if predictions:
         config["save-predictions-to"] = str(folder / "predictions")
 

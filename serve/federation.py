@@ -13,22 +13,28 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from flwr.common.logger import log
 from torch import Tensor
 
 from posy.client_app.schema import TensorSpec
 from posy.client_app.stored import ClientModel
-from posy.flower import content_of, decoded, entries_of, record_in, record_of
+from posy.flower import content_of, decoded, entries_of, record_in, record_of, with_entries
 from posy.serve.endpoints import Endpoint
-from posy.serve.router import Ranking, distances_of, facts_of, routed_specs
+from posy.serve.router import DISTANCE, NONE_FITS, Ranking, routed_specs
 from posy.serve.tensors import Array, UnavailableError, as_objects
-from posy.server_app.none_fits import Calibration
 from posy.server_app.relay import PREFIX, PRESENT, framed, size_in
 from posy.settings import LaunchError, SettingsError
-from posy.strategies.run_settings import EMBEDDINGS, MODEL_ROUND, PROBABILITIES
+from posy.strategies.run_settings import DISTANCES, EMBEDDINGS, MODEL_ROUND, PROBABILITIES, SIZES
 
 SKIPPED = TensorSpec("skipped", "BYTES", (-1,), "higher-ranked clients that did not answer, separated by commas")
+UNKNOWN = -1.0
+"""The distance of a query to the samples of a client that has not calibrated it."""
+DISTANCE_SPECS = (
+    TensorSpec(NONE_FITS.name, "BOOL", (-1,), "whether the sample is far from the data of the client that answers"),
+    TensorSpec(DISTANCE.name, "FP32", (-1,), "distance to the data of this client; above 1: far; -1: unknown"),
+)
 EMBEDDING, ORDER = "embedding", "order"
 """Names of intermediate results between the ranking and the answers of the nodes."""
 CHECK_SECONDS, RETRY_SECONDS = 5.0, 10.0
@@ -37,6 +43,10 @@ MARGIN_SECONDS = 2.0
 """Seconds that the service waits for an answer beyond the time that the run has."""
 
 Floats = npt.NDArray[np.float32]
+
+
+_Key = tuple[int, int, tuple[int, ...]]
+"""The client and the round of its model, and the sizes of the parts of an embedding."""
 
 
 class AwayError(Exception):
@@ -63,8 +73,8 @@ class Link:
         self._readers: set[asyncio.Task[None]] = set()
         self.present: tuple[int, ...] = ()
         """The clients whose nodes are connected."""
-        self._queues: dict[tuple[int, int], list[tuple[Floats, asyncio.Future[Floats]]]] = defaultdict(list)
-        self._senders: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self._queues: dict[_Key, list[tuple[Floats, asyncio.Future[Floats]]]] = defaultdict(list)
+        self._senders: dict[_Key, asyncio.Task[None]] = {}
 
     @property
     def is_connected(self) -> bool:
@@ -94,24 +104,25 @@ class Link:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def ask(self, client: int, round_number: int, embeddings: Floats) -> Floats:
-        """Return a client's class probabilities ``(n, C)`` for embeddings ``(n, D)``.
+    async def ask(self, client: int, round_number: int, embeddings: Floats, sizes: Sequence[int]) -> Floats:
+        """Return a client's answers ``(n, C + 1)`` to queries with embeddings ``(n, D)`` of parts of the given sizes.
 
-        Queries to the same client that arrive while its node is busy share the next message.
+        The answers are the class probabilities and the relative distance to the client's samples, which is NaN if the
+        client has not calibrated it. Queries to the same client that arrive while its node is busy share a message.
 
         Raises
         ------
         AwayError
             If the client has not answered, or the run is not connected.
         """
-        key = client, round_number
+        key = client, round_number, tuple(sizes)
         answer: asyncio.Future[Floats] = asyncio.get_running_loop().create_future()
         self._queues[key].append((embeddings, answer))
         if key not in self._senders:
             self._senders[key] = asyncio.ensure_future(self._serve(key))
         return await answer
 
-    async def _serve(self, key: tuple[int, int]) -> None:
+    async def _serve(self, key: _Key) -> None:
         """Send the waiting queries to a client in one message after the other, until none waits."""
         try:
             while waiting := self._queues.pop(key, []):
@@ -126,14 +137,15 @@ class Link:
         finally:
             del self._senders[key]
 
-    async def _exchange(self, client: int, round_number: int, embeddings: Floats) -> Floats:
+    async def _exchange(self, client: int, round_number: int, sizes: tuple[int, ...], embeddings: Floats) -> Floats:
         """Send one message, and return the answer."""
         if self._writer is None:
             raise AwayError("the run that passes queries to the nodes is not connected")
         number = next(self._numbers)
         reply: asyncio.Future[Floats] = asyncio.get_running_loop().create_future()
         self._awaited[number] = reply
-        config = ConfigRecord({"number": number, "client": client, MODEL_ROUND: round_number, "seconds": self._seconds})
+        facts = {"number": number, "client": client, MODEL_ROUND: round_number, "seconds": self._seconds}
+        config = with_entries(ConfigRecord(), {**facts, SIZES: list(sizes)})
         content = content_of(arrays=record_of({EMBEDDINGS: embeddings}), config=config)
         try:
             self._writer.write(framed(content))
@@ -175,7 +187,10 @@ class Link:
         if error := str(config["error"]):
             reply.set_exception(AwayError(error))
         else:
-            reply.set_result(entries_of(record_in(content, "arrays", ArrayRecord))[PROBABILITIES].numpy())
+            arrays = {n: a.numpy() for n, a in entries_of(record_in(content, "arrays", ArrayRecord)).items()}
+            probabilities = arrays[PROBABILITIES]
+            distances = arrays.get(DISTANCES, np.full(len(probabilities), np.nan, np.float32))
+            reply.set_result(np.column_stack([probabilities, distances]))
 
     def _note_present(self, clients: Sequence[int]) -> None:
         """Note the clients whose nodes are connected."""
@@ -228,36 +243,36 @@ class FederationRouter(Endpoint):
         The name of the run.
     ranking : Ranking
         Ranks the clients.
-    calibration : Calibration or str
-        The calibrated distance to the clients' data, or why the run has none.
     link : Link
         The connection to the nodes.
     """
 
-    def __init__(
-        self, model: ClientModel, run: str, ranking: Ranking, calibration: Calibration | str, link: Link
-    ) -> None:
+    def __init__(self, model: ClientModel, run: str, ranking: Ranking, link: Link) -> None:
         super().__init__({-1: model}, run, {})
-        self._ranking, self._calibration, self._link = ranking, calibration, link
+        self._ranking, self._link = ranking, link
         self._reasons: dict[int, str] = {}
+        self._sizes: tuple[int, ...] = ()
 
     @cached_property
     def outputs(self) -> tuple[TensorSpec, ...]:
         """The client that answers, its prediction, the ranking of the clients, and the clients that were skipped."""
         description = "the first client in `clients` that answers; its node predicts the class"
-        return (*routed_specs(self.first, self._ranking, self._calibration, description), SKIPPED)
+        return (*routed_specs(self.first, self._ranking, description), *DISTANCE_SPECS, SKIPPED)
 
     @property
     def card(self) -> dict[str, Any]:
         """The model card, with the calibration of the distance."""
-        return super().card | {"none_fits": facts_of(self._calibration)}
+        return super().card | {"none_fits": {"reason": "each node calibrates the distance to its own samples"}}
 
     def _answer(self, samples: Mapping[int, Tensor]) -> dict[str, Array]:
         x = next(iter(samples.values()))
         embeddings, logits = self.first.query_embeddings(x)
         order, outputs = self._ranking.rank(self.first, logits)
-        distances = distances_of(self.first, x, self._calibration)
-        return {EMBEDDING: embeddings.numpy(force=True), ORDER: order, **outputs, **distances}
+        parts = [embeddings]
+        if len(x):  # not every network accepts an empty batch
+            parts += self.first.client_embeddings(x)
+            self._sizes = tuple(part.shape[1] for part in parts)
+        return {EMBEDDING: torch.cat(parts, dim=1).float().numpy(force=True), ORDER: order, **outputs}
 
     async def complete(self, outputs: dict[str, Array]) -> dict[str, Array]:
         """Return the outputs with the answers of the nodes, given the ranking of the clients.
@@ -268,7 +283,8 @@ class FederationRouter(Endpoint):
             If no client answers.
         """
         order = outputs.pop(ORDER)
-        ranks, probabilities = await self._answers(order, outputs.pop(EMBEDDING))
+        ranks, answers = await self._answers(order, outputs.pop(EMBEDDING))
+        probabilities, distances = answers[:, :-1], answers[:, -1]
         names = self._ranking.names
         skipped = [b",".join(names[row[:rank]]) for row, rank in zip(order, ranks, strict=True)]
         probability_spec, class_spec = self.outputs[1:3]
@@ -277,16 +293,18 @@ class FederationRouter(Endpoint):
             probability_spec.name: probabilities,
             class_spec.name: self._named(probabilities.argmax(axis=1)),
             **outputs,
+            NONE_FITS.name: distances > 1,
+            DISTANCE.name: np.where(np.isnan(distances), UNKNOWN, distances).astype(np.float32),
             SKIPPED.name: as_objects(skipped, (len(order),)),
         }
 
     async def _answers(self, order: npt.NDArray[np.int64], embeddings: Floats) -> tuple[npt.NDArray[np.int64], Floats]:
-        """Return the rank of the client that answers each query ``(n,)``, and the class probabilities ``(n, C)``.
+        """Return the rank of the client that answers each query ``(n,)``, and the answers as :meth:`Link.ask` does.
 
         ``order`` contains the ranking ``(n, K)``, as positions in the ranking's list of clients.
         """
         ranks = np.zeros(len(order), np.int64)
-        probabilities = np.empty((len(order), len(self.class_names)), np.float32)
+        answers = np.empty((len(order), len(self.class_names) + 1), np.float32)
         unanswered = np.ones(len(order), bool)
         for rank in range(order.shape[1]):
             if not unanswered.any():
@@ -295,22 +313,22 @@ class FederationRouter(Endpoint):
                 raise UnavailableError("the federation is not connected; try again later")
             firsts = order[:, rank]
             groups = {int(k): np.flatnonzero(unanswered & (firsts == k)) for k in np.unique(firsts[unanswered])}
-            answers = await asyncio.gather(*(self._ask(k, embeddings[rows]) for k, rows in groups.items()))
-            for rows, answer in zip(groups.values(), answers, strict=True):
-                if answer is not None:
-                    probabilities[rows], ranks[rows], unanswered[rows] = answer, rank, False
+            replies = await asyncio.gather(*(self._ask(k, embeddings[rows]) for k, rows in groups.items()))
+            for rows, reply in zip(groups.values(), replies, strict=True):
+                if reply is not None:
+                    answers[rows], ranks[rows], unanswered[rows] = reply, rank, False
         if unanswered.any():
             raise UnavailableError("no client of the federation answers now; try again later")
-        return ranks, probabilities
+        return ranks, answers
 
     async def _ask(self, member: int, embeddings: Floats) -> Floats | None:
         """Return the answer of a client, given its index in the ranking's list of clients, or None if it is away."""
         client = int(self._ranking.members[member])
         reason, answer = "", None
         try:
-            answer = await self._link.ask(client, self.first.round, embeddings)
-            if answer.shape[1] != len(self.class_names):
-                reason, answer = f"it predicts {answer.shape[1]} classes, and the run has {len(self.class_names)}", None
+            answer = await self._link.ask(client, self.first.round, embeddings, self._sizes)
+            if (classes := answer.shape[1] - 1) != len(self.class_names):
+                reason, answer = f"it predicts {classes} classes, and the run has {len(self.class_names)}", None
         except AwayError as error:
             reason = str(error)
         if reason != self._reasons.get(client, ""):

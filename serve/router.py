@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from posy.client_app.none_fits import Calibration
 from posy.client_app.schema import TensorSpec, output_specs
 from posy.client_app.stored import ClientModel
 from posy.serve.endpoints import Endpoint, client_spec, name_of
 from posy.serve.tensors import Array, as_objects
-from posy.server_app.none_fits import Calibration
 from posy.server_app.system import routing_scores
 
 NONE_FITS = TensorSpec("none_fits", "BOOL", (-1,), "whether the sample is far from every client's data")
@@ -54,17 +54,14 @@ class Ranking:
         return ranked, {"clients": self.names[ranked], "client_probabilities": sorted_probabilities}
 
 
-def routed_specs(
-    model: ClientModel, ranking: Ranking, calibration: Calibration | str, description: str
-) -> tuple[TensorSpec, ...]:
-    """Return the outputs of a router; ``description`` states how it chooses the client."""
+def routed_specs(model: ClientModel, ranking: Ranking, description: str) -> tuple[TensorSpec, ...]:
+    """Return the outputs of a router without the distance; ``description`` states how it chooses the client."""
     count = len(ranking.members)
     return (
         client_spec(description),
         *output_specs(model.preprocessing),
         TensorSpec("clients", "BYTES", (-1, count), "all clients, the most probable first"),
         TensorSpec("client_probabilities", "FP32", (-1, count), "probability of each client in `clients`"),
-        *(() if isinstance(calibration, str) else (NONE_FITS, DISTANCE)),
     )
 
 
@@ -114,7 +111,8 @@ class RouterEndpoint(Endpoint):
     def outputs(self) -> tuple[TensorSpec, ...]:
         """The chosen client, its prediction, the ranking of the clients, and whether the query fits no client."""
         description = "the client that most likely has such samples; its model predicts the class"
-        return routed_specs(self.first, self._ranking, self._calibration, description)
+        specs = routed_specs(self.first, self._ranking, description)
+        return specs if isinstance(self._calibration, str) else (*specs, NONE_FITS, DISTANCE)
 
     @property
     def card(self) -> dict[str, Any]:

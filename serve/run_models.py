@@ -6,12 +6,12 @@ from pathlib import Path
 
 from flwr.common.logger import log
 
+from posy.client_app.none_fits import Calibration
 from posy.client_app.stored import ClientModel
 from posy.metrics import CLASSES
 from posy.serve.endpoints import ClientEndpoint, ConfidenceEndpoint, Endpoint, EnsembleEndpoint, VoteEndpoint, name_of
 from posy.serve.federation import FederationRouter, Link
 from posy.serve.router import Ranking, RouterEndpoint
-from posy.server_app.none_fits import Calibration
 from posy.server_app.record import Record
 from posy.server_app.routing import candidates_of, router_of, voters_of
 from posy.settings import SettingsError
@@ -95,8 +95,7 @@ def load_router(record: Record, link: Link) -> dict[str, Endpoint]:
     candidates, priors = candidates_of(record, model.settings)
     sites = dict(enumerate(record.summary.get("sites", ())))
     names = {client: sites.get(client) or f"client-{client}" for client in sorted(candidates)}
-    calibration = Calibration.read(record.models, model.round) or _reason(record)
-    return {ROUTER: FederationRouter(model, record.name, Ranking(names, priors), calibration, link)}
+    return {ROUTER: FederationRouter(model, record.name, Ranking(names, priors), link)}
 
 
 def _last_round(record: Record) -> int | None:

@@ -11,6 +11,7 @@ import struct
 import threading
 import time
 from collections import defaultdict, deque
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from logging import INFO, WARNING
@@ -20,12 +21,22 @@ import numpy.typing as npt
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.common.logger import log
 
-from posy.flower import CLOCK_SECONDS, content_of, decoded, encoded, entries_of, failure, record_in, record_of
+from posy.flower import (
+    CLOCK_SECONDS,
+    content_of,
+    decoded,
+    encoded,
+    entries_of,
+    failure,
+    record_in,
+    record_of,
+    with_entries,
+)
 from posy.server_app.delivery import Delivery, PollingGrid
 from posy.server_app.federation import Federation
 from posy.settings import SettingsError
 from posy.strategies.replies import UNREADABLE, BadReplyError
-from posy.strategies.run_settings import EMBEDDINGS, MODEL_ROUND, PROBABILITIES
+from posy.strategies.run_settings import DISTANCES, EMBEDDINGS, MODEL_ROUND, PROBABILITIES, SIZES
 
 PRESENT = "present"
 """Key of the message that lists the clients whose nodes are connected."""
@@ -43,7 +54,7 @@ SUM_TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Query:
-    """Queries of the service for one client: their number, the client, the model's round, and the end of the wait."""
+    """Queries of the service for one client: their number, the client, the model's round, and the embeddings."""
 
     number: int
     client: int
@@ -51,6 +62,7 @@ class Query:
     ends: float
     """Time on the monotonic clock after which the service no longer waits."""
     embeddings: npt.NDArray[np.float32]
+    sizes: tuple[int, ...]
 
     @classmethod
     def read(cls, frame: bytes) -> "Query":
@@ -58,8 +70,8 @@ class Query:
         content = decoded(frame)
         config = entries_of(record_in(content, "config", ConfigRecord))
         embeddings = entries_of(record_in(content, "arrays", ArrayRecord))[EMBEDDINGS].numpy()
-        ends = time.monotonic() + float(config["seconds"])
-        return cls(int(config["number"]), int(config["client"]), int(config[MODEL_ROUND]), ends, embeddings)
+        ends, sizes = time.monotonic() + float(config["seconds"]), tuple(config[SIZES])
+        return cls(int(config["number"]), int(config["client"]), int(config[MODEL_ROUND]), ends, embeddings, sizes)
 
 
 class Relay:
@@ -145,7 +157,8 @@ class Relay:
 
     def _message(self, query: Query, node: int) -> Message:
         """Return the message that asks a node to answer queries."""
-        config = ConfigRecord({"client": query.client, "run": self._run, MODEL_ROUND: query.round})
+        facts = {"client": query.client, "run": self._run, MODEL_ROUND: query.round, SIZES: list(query.sizes)}
+        config = with_entries(ConfigRecord(), facts)
         content = content_of(arrays=record_of({EMBEDDINGS: query.embeddings}), config=config)
         seconds = max(query.ends - time.monotonic(), 0.0) + CLOCK_SECONDS
         return Message(content, node, MessageType.QUERY, ttl=seconds, group_id="answers")
@@ -180,16 +193,16 @@ class Relay:
             self._answer(query, failure(reply.error))
         else:
             try:
-                self._answer(query, "", _probabilities_in(reply.content, len(query.embeddings)))
+                self._answer(query, "", _answers_in(reply.content, len(query.embeddings)))
             except UNREADABLE as error:
                 reason = str(error) if isinstance(error, BadReplyError) else f"malformed reply: {error!r}"
                 self._answer(query, reason)
 
-    def _answer(self, query: Query, error: str, probabilities: npt.NDArray[np.float32] | None = None) -> None:
-        """Send the service the probabilities, or the reason why there are none."""
+    def _answer(self, query: Query, error: str, arrays: Mapping[str, npt.NDArray[np.float32]] | None = None) -> None:
+        """Send the service the arrays of a reply, or the reason why there are none."""
         content = RecordDict({"config": ConfigRecord({"number": query.number, "error": error})})
-        if probabilities is not None:
-            content["arrays"] = record_of({PROBABILITIES: probabilities})
+        if arrays:
+            content["arrays"] = record_of(arrays)
         self._send_to_service(content)
 
     def _send_to_service(self, content: RecordDict) -> None:
@@ -199,15 +212,20 @@ class Relay:
             log(WARNING, "the service does not accept a message: %s", error)
 
 
-def _probabilities_in(content: RecordDict, count: int) -> npt.NDArray[np.float32]:
-    """Return the probabilities in a node's reply, or raise :class:`BadReplyError` if they are not probabilities."""
-    array = entries_of(record_in(content, "arrays", ArrayRecord))[PROBABILITIES].numpy()
-    if array.ndim != 2 or array.dtype != np.float32 or len(array) != count:
-        raise BadReplyError(f"its answer has the shape {array.shape} and the type {array.dtype}")
-    if not (np.isfinite(array).all() and (array >= 0).all() and np.allclose(array.sum(1), 1, atol=SUM_TOLERANCE)):
+def _answers_in(content: RecordDict, count: int) -> dict[str, npt.NDArray[np.float32]]:
+    """Return the arrays in a node's reply to ``count`` queries, or raise :class:`BadReplyError` if they are wrong."""
+    received = entries_of(record_in(content, "arrays", ArrayRecord))
+    arrays = {name: received[name].numpy() for name in (PROBABILITIES, DISTANCES) if name in received}
+    probabilities, distances = arrays[PROBABILITIES], arrays.get(DISTANCES, np.zeros(count, np.float32))
+    for array, axes in ((probabilities, 2), (distances, 1)):
+        if array.ndim != axes or array.dtype != np.float32 or len(array) != count:
+            raise BadReplyError(f"its answer has the shape {array.shape} and the type {array.dtype}")
+    sums = probabilities.sum(axis=1)
+    if not ((probabilities >= 0).all() and np.allclose(sums, 1, atol=SUM_TOLERANCE)):  # neither holds for NaN
         raise BadReplyError("its answer does not contain probabilities")
-    probabilities: npt.NDArray[np.float32] = array
-    return probabilities
+    if not (distances >= 0).all():
+        raise BadReplyError("its answer contains a distance that is negative or not a number")
+    return arrays
 
 
 def relay(path: str, grid: PollingGrid, federation: Federation, run: str) -> None:

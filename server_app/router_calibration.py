@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from posy.client_app.none_fits import NotCalibratedError, calibrate
 from posy.client_app.workspace import Workspace
-from posy.server_app.none_fits import NotCalibratedError, calibrate
 from posy.server_app.record import Record
 from posy.server_app.routing import candidates_of
 from posy.server_app.system import ON_NODES, models_withheld

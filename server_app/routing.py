@@ -12,6 +12,7 @@ import torch
 from flwr.common.logger import log
 from torch import Tensor
 
+from posy.client_app.none_fits import Calibration
 from posy.client_app.predictors import Member, Predictor
 from posy.client_app.stored import ClientModel, Prediction
 from posy.client_app.workspace import Workspace, plain_architecture
@@ -19,7 +20,6 @@ from posy.data.central import agreed_preprocessing
 from posy.data.inputs import Preprocessing
 from posy.data.settings import SITES
 from posy.metrics import CLASSES
-from posy.server_app.none_fits import Calibration
 from posy.server_app.system import routing_scores
 from posy.settings import SettingsError
 from posy.spread import majority_vote, vote_shares
@@ -83,7 +83,7 @@ class Answer(NamedTuple):
     ``clients`` maps each client to the probability that the sample is from this client, most probable first. If the
     first client's model is not in the folder, ``prediction`` is None. If the clients vote, ``clients`` is empty, and
     ``prediction`` contains each class's fraction of the votes. ``distance`` is the sample's relative distance to the
-    clients' data, if the run has a :class:`~posy.server_app.none_fits.Calibration`.
+    clients' data, if the run has a :class:`~posy.client_app.none_fits.Calibration`.
     """
 
     prediction: Prediction | None

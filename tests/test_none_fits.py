@@ -12,6 +12,7 @@ import torch
 from sklearn.covariance import ledoit_wolf
 
 import posy
+from posy.client_app.none_fits import FILE, Calibration, NotCalibratedError, calibrate
 from posy.client_app.workspace import Workspace
 from posy.commands import cli
 from posy.data.task import Task
@@ -21,7 +22,6 @@ from posy.outliers import Reference, conformal_threshold, distances, fit_referen
 from posy.serve.router import RouterEndpoint
 from posy.serve.run_models import load_endpoints
 from posy.server_app.app import run
-from posy.server_app.none_fits import FILE, Calibration, NotCalibratedError, calibrate
 from posy.server_app.record import Record
 from posy.storage import DamagedFileError, read_arrays, write_arrays
 from posy.strategies.feddrm import FedDRMSettings

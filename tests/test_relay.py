@@ -18,17 +18,20 @@ from sklearn.datasets import load_digits
 from posy.client_app import answers
 from posy.client_app.stored import ClientModel
 from posy.data.policy import read_policy
-from posy.flower import content_of, decoded, entries_of, record_in, record_of
+from posy.flower import content_of, decoded, entries_of, record_in, record_of, with_entries
 from posy.folding import unfolded
 from posy.server_app.app import pass_queries, run
 from posy.server_app.relay import PRESENT, framed, read_frame
 from posy.server_app.run_status import RunStatus
 from posy.settings import SettingsError
-from posy.strategies.run_settings import EMBEDDINGS, MODEL_ROUND, PROBABILITIES
+from posy.storage import load_arrays, read_metadata
+from posy.strategies.run_settings import DISTANCES, EMBEDDINGS, MODEL_ROUND, PROBABILITIES, SIZES
 
 SITES, ROUNDS, LIMIT = 3, 2, 10
+SIZES_OF_PARTS = (64, 64)
+"""Sizes of the input of the class classifier and of the input of the client classifier."""
 SETTINGS = {"method": "feddrm", "dataset": "sites", "num-clients": SITES, "num-server-rounds": ROUNDS, "model": "mlp",
-            "device": "cpu", "run-name": "routed"}  # fmt: skip
+            "device": "cpu", "run-name": "routed", "validation-fraction": 0.2}  # fmt: skip
 
 
 class Edited(NodeGrid):
@@ -87,7 +90,8 @@ class Service:
     def ask(self, client: int, embeddings: np.ndarray, number: int = ROUNDS, seconds: float = 20.0) -> dict[str, Any]:
         """Send a query, and return the answer."""
         self.numbers += 1
-        config = ConfigRecord({"number": self.numbers, "client": client, MODEL_ROUND: number, "seconds": seconds})
+        facts = {"number": self.numbers, "client": client, MODEL_ROUND: number, "seconds": seconds}
+        config = with_entries(ConfigRecord(), {**facts, SIZES: list(SIZES_OF_PARTS)})
         self.connection.sendall(framed(content_of(arrays=record_of({EMBEDDINGS: embeddings}), config=config)))
         while PRESENT in (answer := self.read()):
             pass
@@ -120,7 +124,8 @@ def model_of(folder: Path, site: int) -> ClientModel:
 def embeddings_of(folder: Path, count: int) -> np.ndarray:
     with torch.no_grad():
         model = model_of(folder, 0)
-        return model.query_embeddings(model.prepare(load_digits().data[:count]))[0].numpy()
+        x = model.prepare(load_digits().data[:count])
+        return torch.cat([model.query_embeddings(x)[0], *model.client_embeddings(x)], dim=1).numpy()
 
 
 def test_an_answer_equals_that_of_the_stored_model(trained: tuple[Path, Edited], service: Service) -> None:
@@ -132,6 +137,23 @@ def test_an_answer_equals_that_of_the_stored_model(trained: tuple[Path, Edited],
             expected = model(model.prepare(load_digits().data[:4])).numpy()
         np.testing.assert_allclose(answer[PROBABILITIES], expected, atol=1e-6)
         assert answer["error"] == ""
+        (path,) = (folder / f"state-{site}").rglob(f"routing-{site}.safetensors")
+        reference = load_arrays(path)
+        whitened = embeddings_of(folder, 4)[:, SIZES_OF_PARTS[0] :] @ reference["whitening-0"]
+        lengths = np.linalg.norm(whitened[:, None] - reference["means-0"], axis=2).min(axis=1)
+        np.testing.assert_allclose(answer[DISTANCES], lengths / reference["threshold"], rtol=1e-4)
+
+
+def test_distances_flag_queries_that_do_not_fit(trained: tuple[Path, Edited], service: Service) -> None:
+    folder, _ = trained
+    foreign = np.full((5, sum(SIZES_OF_PARTS)), -1 / 8, np.float32)  # the network's embeddings are not negative
+    assert (service.ask(0, foreign)[DISTANCES] > 1).all()
+    (path,) = (folder / "state-0").rglob("routing-0.safetensors")
+    facts = json.loads(read_metadata(path)["facts"])
+    assert facts["alpha"] == 0.05 and facts["false-alarm-rate"] < 0.25
+    path.rename(path.with_suffix(".away"))
+    assert DISTANCES not in service.ask(0, foreign)  # the node has not calibrated the distance
+    path.with_suffix(".away").rename(path)
 
 
 def test_a_site_limits_its_answers(trained: tuple[Path, Edited], service: Service) -> None:
@@ -151,8 +173,7 @@ def test_what_a_node_cannot_answer(trained: tuple[Path, Edited], service: Servic
     assert "this node's model is of round 2, and the service needs round 1" in service.ask(0, x, 1)["error"]
     assert "embeddings float64" in service.ask(0, x.astype(np.float64))["error"]
     assert "finite" in service.ask(0, np.full_like(x, np.nan))["error"]
-    wrong_size = service.ask(0, x[:, :3])["error"]
-    assert wrong_size and str(folder) not in wrong_size
+    assert "which do not have the sizes [64, 64]" in service.ask(0, x[:, :3])["error"]
     assert service.ask(7, x)["error"] == "its node is not connected"
     config = grid.nodes[1].node_config
     grid.leave(1)
@@ -200,7 +221,7 @@ def test_other_engines_refuse_queries(trained: tuple[Path, Edited]) -> None:
 def test_a_node_without_a_folder_has_no_answers() -> None:
     content: Iterable[Any] = content_of(
         arrays=record_of({EMBEDDINGS: np.zeros((1, 2), np.float32)}),
-        config=ConfigRecord({"client": 0, "run": "routed", MODEL_ROUND: 1}),
+        config=ConfigRecord({"client": 0, "run": "routed", MODEL_ROUND: 1, SIZES: [2]}),
     )
     grid = NodeGrid({"partition-id": 0, "num-partitions": 1})
     message = Message(content, 1, "query")

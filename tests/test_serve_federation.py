@@ -83,7 +83,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
             np.savez(federation.folder / f"{number}.npz", x_train=x, y_train=Y[rows])
             federation.begin(number)
         words = ["method=feddrm", "dataset=sites", f"num-clients={SITES}", "model=mlp", "device=cpu", "lr=0.05"]
-        federation.submit("routed", *words, "num-server-rounds=4")
+        federation.submit("routed", *words, "num-server-rounds=4", "validation-fraction=0.2")
         assert federation.ended("run-routed") == 0, federation.log("run-routed")
         federation.serve()
         federation.until(lambda: federation.present() == SITES, "service")
@@ -121,6 +121,9 @@ def check(federation: Federation, present: Sequence[int]) -> None:
     for key in ("client", "class", "clients", "skipped"):
         assert answers[key] == computed[key], key
     np.testing.assert_allclose(answers["probabilities"], computed["probabilities"], atol=1e-5)
+    assert all(distance > 0 for distance in answers["distance"])
+    assert answers["none_fits"] == [distance > 1 for distance in answers["distance"]]
+    assert 0 < sum(answers["none_fits"]) < len(QUERIES) / 2
     assert set(answers["client"]) == {NAMES[client] for client in present}
 
 

@@ -430,9 +430,15 @@ def directories(config: dict[str, Any], **node: Any) -> dict[str, Any]:
 
 
 def test_the_node_config_sets_where_a_node_writes(tmp_path: Path) -> None:
-    config = {"run": "mine-1a2b", "state-directory": "/srv/run/state", "save-models-to": "/srv/run/models"}
+    config: dict[str, Any] = {
+        "run": "mine-1a2b",
+        "state-directory": "/srv/run/state",
+        "save-models-to": "/srv/run/models",
+    }
+    config |= {"calibrates": True}
     state, models = tmp_path / "state", tmp_path / "models"
-    expected = {"state-directory": str(state / "mine-1a2b"), "save-models-to": str(state / "mine-1a2b" / "models")}
+    expected: dict[str, Any] = {"state-directory": str(state / "mine-1a2b"), "calibrates": True}
+    expected["save-models-to"] = str(state / "mine-1a2b" / "models")
     assert directories(dict(config)) == {"run": "mine-1a2b"}
     assert directories(dict(config), **{"state-dir": str(state)}) == {"run": "mine-1a2b", **expected}
     separate = {**expected, "save-models-to": str(models / "mine-1a2b")}
@@ -441,7 +447,7 @@ def test_the_node_config_sets_where_a_node_writes(tmp_path: Path) -> None:
         **separate,
     }
     # The server's message may name neither directory.
-    del expected["save-models-to"]
+    del expected["save-models-to"], expected["calibrates"]
     assert directories({"run": "mine-1a2b"}, **{"state-dir": str(state)}) == {"run": "mine-1a2b", **expected}
 
 

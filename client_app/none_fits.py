@@ -2,19 +2,21 @@
 
 After a run of a method that routes queries, the server stores a reference: the mean of each client's training samples
 of each class in the method's embeddings, and their covariance. It also stores a threshold for the distance to the
-reference, which is calibrated on the clients' validation samples. Only runs whose samples are on the server's machine
-have a reference.
+reference, which is calibrated on the clients' validation samples. If the clients are on nodes, each node stores such a
+file for its own samples, and never sends it.
 """
 
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from logging import INFO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from flwr.common.logger import log
 from torch import Tensor
 
 from posy.client_app.stored import ClientModel
@@ -22,8 +24,9 @@ from posy.data.client import ClientData
 from posy.outliers import Embeddings, Floats, Reference, conformal_threshold, distances, fit_reference
 from posy.storage import DamagedFileError, plain, read_arrays, write_arrays
 
-FILE = "routing.safetensors"
-"""Name of the file with the reference, in the run's folder of models."""
+FILE, FILE_OF_CLIENT = "routing.safetensors", "routing-{client}.safetensors"
+"""Names of the files with the reference of all clients on the server, and of one client on its node, in the run's
+folder of models."""
 FORMAT = "1"
 ALPHA = 0.05
 """Maximum rate of false alarms for which the threshold is calibrated."""
@@ -51,16 +54,20 @@ class Calibration:
         """
         return _distances(self.references, model, x) / self.threshold
 
-    def write(self, models: Path, server_round: int) -> None:
+    def relative_of(self, embeddings: Sequence[Embeddings]) -> Floats:
+        """Return the result of :meth:`relative`, given the samples' embeddings ``(n, D)``."""
+        return _largest(self.references, embeddings) / self.threshold
+
+    def write(self, models: Path, server_round: int, file: str = FILE) -> None:
         """Write the calibration for the models of a round."""
         arrays = {"threshold": np.array([self.threshold])}
         for number, reference in enumerate(self.references):
             arrays |= {f"{name}-{number}": array for name, array in reference._asdict().items()}
         about = {"format": FORMAT, "round": str(server_round), "facts": json.dumps(self.facts)}
-        write_arrays(models / FILE, arrays, about)
+        write_arrays(models / file, arrays, about)
 
     @classmethod
-    def read(cls, models: Path, server_round: int) -> "Calibration | None":
+    def read(cls, models: Path, server_round: int, file: str = FILE) -> "Calibration | None":
         """Return the calibration for the models of a round, or None if the folder has none for this round.
 
         Raises
@@ -68,7 +75,7 @@ class Calibration:
         DamagedFileError
             If the file cannot be read.
         """
-        path = models / FILE
+        path = models / file
         if not path.is_file():
             return None
         arrays, about = read_arrays(path)
@@ -142,7 +149,27 @@ def _distances(references: Sequence[Reference], model: ClientModel, x: Tensor) -
     """Return the largest of the distances in the embeddings, ``(n,)``, for samples ``(n, *input_shape)``."""
     if not len(x):  # not every network accepts an empty batch
         return np.zeros(0)
-    return np.max([distances(*pair) for pair in zip(references, _embedded(model, x), strict=True)], axis=0)
+    return _largest(references, _embedded(model, x))
+
+
+def _largest(references: Sequence[Reference], embeddings: Sequence[Embeddings]) -> Floats:
+    """Return the largest of the distances ``(n,)`` of samples in several embeddings ``(n, D)``."""
+    largest: Floats = np.max([distances(*pair) for pair in zip(references, embeddings, strict=True)], axis=0)
+    return largest
+
+
+def calibrate_client(path: Path, client: int, data: ClientData, device: torch.device) -> None:
+    """Calibrate the distance to the samples of one client with its stored model, and store it next to the model.
+
+    If the distance cannot be calibrated, the function logs the reason.
+    """
+    model = ClientModel.load(path).to(device)
+    try:
+        calibration = calibrate(model, [client], lambda _: data)
+    except NotCalibratedError as error:
+        log(INFO, "client %s: answers to queries contain no distance: %s", client, error)
+        return
+    calibration.write(path.parent, model.round, FILE_OF_CLIENT.format(client=client))
 
 
 @torch.inference_mode()
