@@ -49,7 +49,7 @@ def answer_queries(message: Message, context: Context, policy: Policy | None) ->
     sizes = [int(size) for size in config[SIZES]]
     if min(sizes, default=0) < 1 or sum(sizes) != array.shape[1]:
         raise SettingsError(f"the message has embeddings {array.shape}, which do not have the sizes {sizes}")
-    own, *others = np.split(array, np.cumsum(sizes)[:-1], axis=1)
+    own, *of_clients = np.split(array, np.cumsum(sizes)[:-1], axis=1)
     path = _model_path(config, context)
     model = _stored(path, path.stat().st_mtime_ns)
     if policy is not None:
@@ -57,8 +57,8 @@ def answer_queries(message: Message, context: Context, policy: Policy | None) ->
     with torch.inference_mode():
         replied = {PROBABILITIES: model.answer(torch.tensor(own)).numpy()}
     calibration = _calibration(path.with_name(FILE_OF_CLIENT.format(client=model.client)), model.round)
-    if calibration is not None and others:
-        replied[DISTANCES] = calibration.relative_of(others).astype(np.float32)
+    if calibration is not None and of_clients:
+        replied[DISTANCES] = calibration.relative_of(of_clients).astype(np.float32)
     reply_config = ConfigRecord({"client": config["client"]})
     return Message(content_of(arrays=record_of(replied), config=reply_config), reply_to=message)
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from logging import INFO, WARNING
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -152,12 +153,13 @@ def pass_queries(grid: Grid, user_settings: Mapping[str, Any], status: RunStatus
     if stored is None:
         raise SettingsError("queries-from needs resume, which names the run whose clients answer the queries")
     settings = read_settings(user_settings, where, stored.settings)
+    path, settings = settings.run.queries_from, replace(settings, run=replace(settings.run, queries_from=""))
     waves = wave_grid(grid, settings, status)
     assert isinstance(waves, PollingGrid)
     federation = Federation(waves, settings, status)
     owners = dict(enumerate(read_summary(stored.path).get("sites", ())))
     federation.restore({"owners": {c: name for c, name in owners.items() if name}, "fingerprints": {}})
-    relay(settings.run.queries_from, waves, federation, f"{stored.path.name}-{stored.id}")
+    relay(path, waves, federation, f"{stored.path.name}-{stored.id}")
 
 
 def _cross_validate(

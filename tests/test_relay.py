@@ -200,6 +200,12 @@ def test_a_broken_answer_is_refused(
     assert fault in answer["error"] and PROBABILITIES not in answer
 
 
+def test_a_node_does_not_learn_the_path_of_the_socket(trained: tuple[Path, Edited], service: Service) -> None:
+    _, grid = trained
+    config = record_in(unfolded(grid.kept[-1]).content, "config", ConfigRecord)
+    assert json.loads(str(config["settings"]))["queries-from"] == ""
+
+
 def test_the_audit_log_names_answers(trained: tuple[Path, Edited], service: Service) -> None:
     folder, _ = trained
     service.ask(1, embeddings_of(folder, 1))
