@@ -78,7 +78,7 @@ def _model_path(config: Mapping[str, Any], context: Context) -> Path:
     if metadata["round"] != str(number):
         raise SettingsError(
             f"this node's model is of round {metadata['round']}, and the service needs round {number}; deliver the "
-            "final model with `posy run resume=RUN`"
+            "final model with `posy run --superlink HOST:PORT resume=RUN`"
         )
     return path
 

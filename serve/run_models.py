@@ -37,6 +37,11 @@ def load_endpoints(record: Record) -> dict[str, Endpoint]:
     """
     run = record.name
     recorded = _last_round(record)  # before the models, which the run may replace meanwhile
+    if not any(record.models.glob("client-*.safetensors")) and _routes(record):
+        raise SettingsError(
+            f"{record.path} has no clients' models; if they are on the nodes of a federation, add --superlink "
+            "HOST:PORT so that the nodes answer"
+        )
     models = {client: record.predictor(client) for client in record.names}
     endpoints: dict[str, Endpoint] = {}
     for client, model in models.items():
@@ -86,7 +91,7 @@ def load_router(record: Record, link: Link) -> dict[str, Endpoint]:
     DamagedFileError
         If a file cannot be read.
     """
-    if not read_settings({}, str(record.path), record.settings).method.routes:
+    if not _routes(record):
         raise SettingsError(
             f"{record.path}: method = {record.settings['method']!r} does not route queries to clients, so nodes cannot "
             "answer them; use method = 'feddrm', or serve the models at the sites"
@@ -96,6 +101,11 @@ def load_router(record: Record, link: Link) -> dict[str, Endpoint]:
     sites = dict(enumerate(record.summary.get("sites", ())))
     names = {client: sites.get(client) or f"client-{client}" for client in sorted(candidates)}
     return {ROUTER: FederationRouter(model, record.name, Ranking(names, priors), link)}
+
+
+def _routes(record: Record) -> bool:
+    """Return whether a run's method routes queries to clients."""
+    return read_settings({}, str(record.path), record.settings).method.routes
 
 
 def _last_round(record: Record) -> int | None:

@@ -20,7 +20,9 @@ from posy.client_app.stored import ClientModel
 from posy.data.policy import read_policy
 from posy.flower import content_of, decoded, entries_of, record_in, record_of, with_entries
 from posy.folding import unfolded
+from posy.serve.run_models import load_endpoints
 from posy.server_app.app import pass_queries, run
+from posy.server_app.record import Record
 from posy.server_app.relay import PRESENT, framed, read_frame
 from posy.server_app.run_status import RunStatus
 from posy.settings import SettingsError
@@ -222,6 +224,12 @@ def test_other_engines_refuse_queries(trained: tuple[Path, Edited]) -> None:
         pass_queries(grid, settings, RunStatus())
     with pytest.raises(SettingsError, match="needs resume"):
         pass_queries(grid, {"queries-from": "/x"}, RunStatus())
+
+
+def test_the_service_asks_for_the_superlink(trained: tuple[Path, Edited]) -> None:
+    folder, _ = trained
+    with pytest.raises(SettingsError, match="add --superlink HOST:PORT so that"):
+        load_endpoints(Record(folder / "runs/routed"))
 
 
 def test_a_node_without_a_folder_has_no_answers() -> None:
