@@ -213,6 +213,18 @@ class Library:
         chosen = self.pinned if self.pinned in models else max(models, key=lambda name: _rank(models[name]))
         return next(run for run in self.runs if run.name == chosen)
 
+    @property
+    def current_models(self) -> list[tuple[RunFolder, StoredModel]]:
+        """The current model of each client in the folder, and its run; sorted by client."""
+        stored = [model for run in self.runs if not run.of_server for model in run.stored.values()]
+        clients = sorted({(model.client, model.site) for model in stored})
+        current: dict[Path, tuple[RunFolder, StoredModel]] = {}
+        for number, site in clients:
+            client = site or str(number)
+            if (run := self.current(client)) is not None and (model := run.model_of(client)) is not None:
+                current[model.path] = run, model
+        return list(current.values())
+
     def newer(self, client: str) -> RunFolder | None:
         """Return the newest run of a client if it is newer than the current one, or None."""
         current = self.current(client)

@@ -399,10 +399,14 @@ examples:
   posy serve my-run                                     on this machine: REST on port 8080, gRPC on port 8081
   posy serve my-run --host 0.0.0.0 --certificate server.pem --certificate-key server.key --tokens tokens.txt
   posy serve my-run --superlink localhost:8000          the nodes of a federation answer
+  posy serve --site /srv/posy-state                     at a site: its current model
   curl localhost:8080/v2/models/client-3/infer -d @query.json""",
 )
 def serve_models(
     run: Run,
+    site: Annotated[
+        bool, typer.Option("--site", help="RUN is a node's state-dir or models folder: offer the site's current model.")
+    ] = False,
     host: Annotated[str, typer.Option(help="Address on which the service listens.")] = "127.0.0.1",
     http_port: Annotated[int, typer.Option(min=0, max=65535, help="Port for REST; 0: any free port.")] = 8080,
     grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="Port for gRPC; 0: any free port.")] = 8081,
@@ -434,6 +438,8 @@ def serve_models(
     `confidence`, as far as the method has them. Without a certificate, and a token or a clients' authority, only this
     machine can call the service.
 
+    With --site, the service offers the site's current model (`posy models`), and no combination of clients.
+
     With --superlink, the service routes queries to the nodes of a live federation. It computes the shared layers, and
     the node of the chosen client computes the rest, so it receives embeddings instead of samples.
     """
@@ -448,7 +454,7 @@ def serve_models(
     limits = Limits(int(max_megabytes * 1e6), rate, concurrency)
     options = Options(host, http_port, grpc_port, credentials, limits, reload, drain)
     endpoint = None if superlink is None else connection(superlink, root_certificates, insecure)
-    serve(run, options, endpoint, answer_seconds)
+    serve(run, options, endpoint, answer_seconds, site=site)
     return 0
 
 

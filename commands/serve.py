@@ -17,20 +17,32 @@ from posy.server_app.record import Record
 from posy.settings import SettingsError
 
 
-def serve(run: str, options: Options, superlink: Connection | None = None, answer_seconds: float = 10.0) -> None:
+def serve(
+    run: str,
+    options: Options,
+    superlink: Connection | None = None,
+    answer_seconds: float = 10.0,
+    *,
+    site: bool = False,
+) -> None:
     """Serve the models of a run until SIGINT or SIGTERM arrives; see :func:`serving`."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # each connection is an open file
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    asyncio.run(serving(run, options, superlink, answer_seconds).run())
+    asyncio.run(serving(run, options, superlink, answer_seconds, site=site).run())
 
 
 def serving(
-    run: str, options: Options, superlink: Connection | None = None, answer_seconds: float = 10.0
+    run: str,
+    options: Options,
+    superlink: Connection | None = None,
+    answer_seconds: float = 10.0,
+    *,
+    site: bool = False,
 ) -> ModelServer:
     """Return the service of a run's models.
 
     With ``superlink``, the service offers only the router, and the nodes of the federation answer the queries, each
-    within ``answer_seconds``.
+    within ``answer_seconds``. With ``site``, ``run`` must be the folder of a node.
 
     Raises
     ------
@@ -39,6 +51,8 @@ def serving(
     DamagedFileError
         If a model cannot be read.
     """
+    if site:
+        _check_site(run, superlink)
     link = None if superlink is None else Link(partial(_start, Record.find(run).path, superlink), answer_seconds)
 
     def load() -> Mapping[str, Endpoint]:
@@ -46,8 +60,7 @@ def serving(
         return load_endpoints(record) if link is None else load_router(record, link)
 
     def signature() -> object:
-        files = sorted(Record.find(run).models.glob("*.safetensors"))
-        states = [(path, path.stat()) for path in files]
+        states = [(path, path.stat()) for path in _files(Record.find(run))]
         return [(str(path), state.st_ino, state.st_mtime_ns, state.st_size) for path, state in states]
 
     server = ModelServer(load, signature, options, *([] if link is None else [link.running]))
@@ -57,6 +70,25 @@ def serving(
     if credentials.ca is not None:
         check_authority(credentials.ca)
     return server
+
+
+def _check_site(run: str, superlink: Connection | None) -> None:
+    """Raise :class:`SettingsError` if the arguments do not mean the models in the folder of a node."""
+    if superlink is not None:
+        raise SettingsError("--site: a node offers its own models, so --superlink has no effect; use one of the two")
+    record = Record.find(run)
+    if record.library is None:
+        raise SettingsError(
+            f"--site: {record.path} is a run's folder on the server; name the state-dir or models folder of a node, or "
+            "drop --site"
+        )
+
+
+def _files(record: Record) -> list[Path]:
+    """Return the files with the models that the service offers."""
+    if record.library is not None:
+        return [model.path for _, model in record.library.current_models]
+    return sorted(record.models.glob("*.safetensors"))
 
 
 def _start(run: Path, superlink: Connection, socket: Path) -> Callable[[], str]:

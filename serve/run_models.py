@@ -6,6 +6,7 @@ from pathlib import Path
 
 from flwr.common.logger import log
 
+from posy.client_app.library import Library
 from posy.client_app.none_fits import Calibration
 from posy.client_app.stored import ClientModel
 from posy.metrics import CLASSES
@@ -26,7 +27,8 @@ _RESERVED = (SERVED, ENSEMBLE, ROUTER, VOTE, CONFIDENCE)
 def load_endpoints(record: Record) -> dict[str, Endpoint]:
     """Return the models of a run, keyed by name.
 
-    These are the models of the clients, the model that all clients share, and combinations of the clients' models.
+    These are the models of the clients, the model that all clients share, and combinations of the clients' models. In a
+    node's folder, it is only the current model of each site.
 
     Raises
     ------
@@ -35,6 +37,8 @@ def load_endpoints(record: Record) -> dict[str, Endpoint]:
     DamagedFileError
         If a file cannot be read.
     """
+    if record.library is not None:
+        return _site_endpoints(record.library)
     run = record.name
     recorded = _last_round(record)  # before the models, which the run may replace meanwhile
     if not any(record.models.glob("client-*.safetensors")) and _routes(record):
@@ -108,8 +112,20 @@ def _routes(record: Record) -> bool:
     return read_settings({}, str(record.path), record.settings).method.routes
 
 
+def _site_endpoints(library: Library) -> dict[str, Endpoint]:
+    """Return the current model of each site in a node's folder, keyed by the site's name, and warn about its age."""
+    endpoints: dict[str, Endpoint] = {}
+    for run, stored in library.current_models:
+        model = ClientModel.load(stored.path)
+        name = name_of(stored.client, model)
+        endpoints[name] = ClientEndpoint({stored.client: model}, run.name, stored.scores)
+        if stored.age:
+            log(WARNING, "%s: %s", name, stored.age)
+    return endpoints
+
+
 def _last_round(record: Record) -> int | None:
-    """Return the last round in the record of a run, or None for a node's models, which have no record of rounds."""
+    """Return the last round in the record of a run, or None before the run has recorded a round."""
     if not (record.path / "clients.csv").is_file():
         return None
     return int(record.clients["round"].max()) if len(record.clients) else 0

@@ -28,8 +28,8 @@ RUN = {"dataset": "digits", "max-samples": 600, "num-clients": 4, "num-server-ro
 class Running:
     """A service in a thread of this process."""
 
-    def __init__(self, run: Path, options: Options) -> None:
-        self.server = serving(str(run), options)
+    def __init__(self, run: Path, options: Options, *, site: bool = False) -> None:
+        self.server = serving(str(run), options, site=site)
         self.thread = threading.Thread(target=lambda: asyncio.run(self.server.run(handles_signals=False)))
         self.thread.start()
         assert self.server.started.wait(60)
