@@ -1,7 +1,7 @@
 #!/bin/sh
-# Builds the image and runs the federation of compose.yaml three times: unchanged, with a run that the sites' policy
-# refuses, and with a node that is killed. Checks the results in docker/results, the masks, and the audit log of each
-# node. Needs a Docker engine. Removes all containers and volumes at the end, but keeps the image and the results.
+# Builds the image and runs the federation of compose.yaml four times: unchanged, with a run that the sites' policy
+# refuses, with a node that is killed, and with the service `serve`. Checks the results in docker/results, the masks, the
+# audit log of each node, and the service's answers. Needs a Docker engine and curl. Removes all containers and volumes at the end, but keeps the image and the results.
 set -eu
 cd "$(dirname "$0")/.."
 compose() { docker compose -f docker/compose.yaml "$@"; }
@@ -40,10 +40,26 @@ audited() {
     done
 }
 
+# ask PATH OPTIONS...: print the answer of the service, which curl requests with these options.
+ask() { path=$1; shift; curl --silent --show-error --max-time 60 --cacert "$logs/ca.pem" "https://localhost:8080$path" "$@"; }
+
+# query: print the router's answer to a patient.
+query() {
+    ask /v2/models/router/infer --fail-with-body -H "Authorization: Bearer $token" -d '{"inputs": [{"name": "features",
+        "datatype": "FP64", "shape": [1, 10], "data": [17.99, 10.38, 122.8, 1001, 0.1184, 0.2776, 0.3001, 0.1471,
+        0.2419, 0.07871]}]}' >"$logs/answer" || { cat "$logs/answer" >&2; fail "the service does not answer"; }
+    cat "$logs/answer"; echo
+}
+
+# output NAME: print the first value of an output in the last answer.
+output() { python3 -c 'import json, sys
+print(next(o["data"][0] for o in json.load(open(sys.argv[1]))["outputs"] if o["name"] == sys.argv[2]))' "$logs/answer" "$1"; }
+
+export COMPOSE_PROFILES= # without the service
 logs=$(mktemp -d)
-trap 'compose down --volumes --timeout 5 >/dev/null 2>&1; rm -rf "$logs"' EXIT
+trap 'compose --profile serve down --volumes --timeout 5 >/dev/null 2>&1; rm -rf "$logs"' EXIT
 compose build
-compose down --volumes
+compose --profile serve down --volumes
 
 echo "check: unchanged"
 compose up
@@ -79,3 +95,31 @@ ended 0
 holds "$(newest)" '"status": "completed"' '"rounds": 20'
 audited '"masked": true'
 sed -n '/"dropped": {/,/}/p' "$(newest)"
+
+echo "check: the service"
+compose down --volumes
+export COMPOSE_PROFILES=serve
+compose up &
+up=$!
+until [ "$(docker inspect --format '{{.State.Health.Status}}' "$(compose ps --all --quiet serve)" 2>/dev/null)" = healthy ]; do
+    kill -0 $up || fail "the federation ended before the service was ready"
+    sleep 1
+done
+ended 0
+compose cp superlink:/superlink/certificates/ca.pem "$logs"
+token=$(compose exec -T superlink cat /superlink/tokens.txt)
+[ "$(ask /v2/models/router -o "$logs/screen" -w '%{http_code}')" = 401 ] || fail "the service answers without a token"
+until compose logs serve | grep -q "5 clients can answer queries"; do sleep 1; done
+query
+first=$(output client)
+[ "$(output skipped)" = "" ] || fail "the first client has not answered"
+docker kill "$(compose ps --quiet "$first")"
+query
+[ "$(output skipped)" = "$first" ] || fail "$first has ended, but no other client has answered for it"
+compose stop --timeout 5
+wait $up || true # stopped services have other statuses than 0
+audited '"masked": true'
+for node in "$first" "$(output client)"; do
+    holds "$logs/$node.jsonl" query:answer
+    echo "check: the audit log of $node contains the answers"
+done

@@ -34,6 +34,7 @@ def patients(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def test_the_policy_matches_posy_policy_new() -> None:
     changed = {"columns", "label", "max-local-epochs", "max-rounds", "min-clients", "secure-aggregation", "scores"}
+    changed |= {"max-answers-per-day"}
     lines = {"demo": POLICY.read_text(encoding="utf-8").splitlines(), "new": default_text().splitlines()}
     demo, new = ([re.sub(r"^([a-z-]+): .*", r"\1", line) for line in lines[name]] for name in ("demo", "new"))
     assert demo == new
@@ -77,6 +78,14 @@ def test_compose_nodes_have_data_policy_and_signing_keys() -> None:
         assert {"data", "policy", "signing-key", "trusted-keys", "state-dir"} == set(config)
         assert all(value.startswith("/data/") for value in config.values())
         assert service["volumes"] == [f"{name}:/data"]
+
+
+def test_the_service_and_the_superlink_share_the_folder_of_the_socket() -> None:
+    serve, superlink = (COMPOSE["services"][name] for name in ("serve", "superlink"))
+    folder = serve["environment"]["TMPDIR"]
+    [volume] = [volume for volume in serve["volumes"] if volume.split(":")[1] == folder]
+    assert volume in superlink["volumes"] and not volume.endswith(":ro")
+    assert serve["network_mode"] == "service:superlink"
 
 
 def test_the_gpu_file_changes_exactly_the_nodes() -> None:
