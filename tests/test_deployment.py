@@ -9,7 +9,7 @@ import pytest
 
 from posy.client_app.node_config import NODE_WORDS
 from posy.commands.cli import main
-from posy.commands.deploy.certificates import Files, make_certificates
+from posy.commands.deploy.certificates import Files, make_certificates, read_certificates
 from posy.commands.deploy.options import node_config, node_configs
 from posy.deploy import addresses, node
 from posy.deploy.addresses import free_port
@@ -85,6 +85,37 @@ def test_a_site_creates_keys_without_an_authority(tmp_path: Path, capsys: pytest
     assert sorted(path.name for path in server.iterdir()) == names
     assert main(["certificates", str(tmp_path / "all")]) == 0
     assert sorted(path.name for path in (tmp_path / "all").iterdir()) == names[:4]
+
+
+def test_clients_of_the_service_receive_certificates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files, words = Files(tmp_path / "all"), ["certificates", str(tmp_path / "all"), "--client", "app"]
+    assert main(words) == 0
+    assert {path.name for path in files.folder.iterdir()} == {
+        *("ca.key", "ca.pem", "server.key", "server.pem"),
+        *("app.key", "app.pem"),
+    }
+    assert files.client_key("app").stat().st_mode & 0o077 == 0
+    [first] = read_certificates(files.client("app"))
+    first.verify_directly_issued_by(read_certificates(files.ca)[0])
+    server = files.server.read_bytes()
+    assert main(words) == 0 and read_certificates(files.client("app")) == [first]
+    assert main([*words, "--renew", "--days", "7"]) == 0
+    [second] = read_certificates(files.client("app"))
+    assert (
+        second.serial_number != first.serial_number
+        and (second.not_valid_after_utc - second.not_valid_before_utc).days == 7
+    )
+    assert files.server.read_bytes() == server
+    capsys.readouterr()
+    for wrong, text in (
+        (["--client", "server"], "cannot be the name of a node or client"),
+        (["--client", "other", "--renew"], "other.pem does not exist; drop --renew"),
+        (["--client", "app", "--renew-authority"], "cannot be combined with NODE, --host, --client or --renew"),
+    ):
+        assert main([*words[:2], *wrong]) == 2
+        assert text in capsys.readouterr().err
+    assert main([*words[:2], "node"]) == 0 and main([*words[:2], "--client", "node"]) == 2
+    assert "node.key exists, but" in capsys.readouterr().err  # the key of a node is not overwritten
 
 
 @pytest.mark.parametrize(

@@ -165,12 +165,16 @@ def test_tls(record: Record, files: Files) -> None:  # noqa: F811
 
 def test_certificates_of_clients(record: Record, files: Files, tmp_path: Path) -> None:  # noqa: F811
     make_certificates(tmp_path, [], [], 30)
-    pairs = {
+    make_certificates(files.folder, [], [], 30, clients=["created"])
+    pairs: dict[str, tuple[Path, Path] | None] = {
+        "created": (files.client("created"), files.client_key("created")),
+        "server": (files.server, files.server_key),
         "valid": issue(files, "valid", 1),
         "expired": issue(files, "expired", -1),
         "foreign": issue(Files(tmp_path), "foreign", 1),
         "none": None,
     }
+    accepted = ("created", "valid")
     credentials = Credentials(files.server, files.server_key, files.ca)
     with Guarded(record.path, Options(http_port=0, grpc_port=0, credentials=credentials)) as s:
         for name, pair in pairs.items():
@@ -179,8 +183,8 @@ def test_certificates_of_clients(record: Record, files: Files, tmp_path: Path) -
                 context.load_cert_chain(*pair)
                 contents = [path.read_bytes() for path in reversed(pair)]  # type: ignore[misc]
             channel = grpc.ssl_channel_credentials(files.ca.read_bytes(), *contents)
-            assert s.call("ModelInfer", tls=channel) == (Code.OK if name == "valid" else Code.UNAVAILABLE), name
-            if name == "valid":
+            assert s.call("ModelInfer", tls=channel) == (Code.OK if name in accepted else Code.UNAVAILABLE), name
+            if name in accepted:
                 assert s.get("/v2/models/client-0/infer", BODY, tls=context) == 200
                 continue
             with pytest.raises(OSError):

@@ -6,7 +6,7 @@ import os
 import re
 import ssl
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,6 +39,14 @@ class Files:
         self.server, self.server_key = folder / "server.pem", folder / "server.key"
         """Certificate and key of the SuperLink."""
 
+    def client(self, name: str) -> Path:
+        """Return the path of the certificate of a client of ``posy serve``."""
+        return self.folder / f"{name}.pem"
+
+    def client_key(self, name: str) -> Path:
+        """Return the path of the key of a client's certificate."""
+        return self.folder / f"{name}.key"
+
     def node_key(self, name: str) -> Path:
         """Return the path of a node's private key, which stays on the node."""
         return self.folder / f"{name}.key"
@@ -49,13 +57,20 @@ class Files:
 
 
 def make_certificates(
-    folder: Path, hosts: Sequence[str], nodes: Sequence[str], days: int, *, server: bool = True
+    folder: Path,
+    hosts: Sequence[str],
+    nodes: Sequence[str],
+    days: int,
+    *,
+    server: bool = True,
+    clients: Sequence[str] = (),
 ) -> list[Path]:
     """Create the missing files: an authority, the SuperLink's certificate, and a key pair for each node.
 
     Without ``server``, as at a site, create only the key pairs, because the authority is on another machine. ``hosts``
-    contains the names and IP addresses under which nodes reach the SuperLink, in addition to ``localhost``. Existing
-    files stay unchanged. Return the paths of the new files.
+    contains the names and IP addresses under which nodes reach the SuperLink, in addition to ``localhost``. ``clients``
+    are names of clients of ``posy serve``, which receive certificates. Existing files stay unchanged. Return the paths
+    of the new files.
 
     Raises
     ------
@@ -66,9 +81,11 @@ def make_certificates(
     files, written = Files(folder), []
     for host in hosts:
         _general_name(host)
-    for name in nodes:
+    for name in (*nodes, *clients):
         if Path(name).name != name or name in ("ca", "server"):
-            raise SettingsError(f"{name!r} cannot be the name of a node; choose a file name other than ca and server")
+            raise SettingsError(
+                f"{name!r} cannot be the name of a node or client; choose a file name other than ca and server"
+            )
     with (
         refused(f"{folder}: certificates cannot be written there", (OSError,)),
         refused(f"{folder} contains a file that is named like a certificate or key but has other content"),
@@ -89,18 +106,28 @@ def make_certificates(
         for name in nodes:
             if _lacks(files.node_public(name), files.node_key(name), or_only=files.node_public(name)):
                 written += _write(_new_pair(files, name))
+        for name in clients:
+            if _lacks(files.client(name), files.client_key(name)):
+                written += _write(_new_client(files, name, days))
     return written
 
 
 def renew(
-    folder: Path, hosts: Sequence[str], nodes: Sequence[str], days: int, *, authority: bool = False
+    folder: Path,
+    hosts: Sequence[str],
+    nodes: Sequence[str],
+    days: int,
+    *,
+    authority: bool = False,
+    clients: Sequence[str] = (),
 ) -> list[Path]:
-    """Renew the key pairs of some nodes, the SuperLink's certificate, or the authority.
+    """Renew the files of some nodes and clients, the SuperLink's certificate, or the authority.
 
     With ``authority``, put a new authority into ca.pem, before the old authorities that are still valid. Machines with
-    this file trust certificates from all these authorities. Without ``authority``, replace the key pairs of ``nodes``.
-    If there are no nodes, replace the SuperLink's certificate. The new certificate is valid for the old hosts and for
-    ``hosts``. Append the time to the name of each old file. Return the paths of the new files.
+    this file trust certificates from all these authorities. Without ``authority``, replace the key pairs of ``nodes``
+    and the certificates of ``clients``. If there are neither, replace the SuperLink's certificate. The new certificate
+    is valid for the old hosts and for ``hosts``. Append the time to the name of each old file. Return the paths of the
+    new files.
 
     Raises
     ------
@@ -118,7 +145,11 @@ def renew(
             today = datetime.datetime.now(datetime.UTC)
             valid = [old for old in read_certificates(files.ca) if old.not_valid_after_utc > today]
             contents[files.ca] += b"".join(old.public_bytes(serialization.Encoding.PEM) for old in valid)
-        elif nodes:
+        elif nodes or clients:
+            for name in clients:
+                if not files.client(name).exists():
+                    raise SettingsError(f"{files.client(name)} does not exist; drop --renew to create it")
+                contents |= _new_client(files, name, days)
             for name in nodes:
                 if not (files.node_key(name).exists() or files.node_public(name).exists()):
                     raise SettingsError(f"{files.node_key(name)} does not exist; drop --renew to create it")
@@ -222,15 +253,27 @@ def _new_authority(files: Files, days: int) -> dict[Path, bytes]:
 
 def _new_server(files: Files, hosts: Iterable[x509.GeneralName], days: int) -> dict[Path, bytes]:
     """Return a new key for the SuperLink, and a certificate signed by the existing authority."""
-    if not files.ca_key.exists():
-        raise SettingsError(f"{files.ca_key} is missing, but {files.server.name} must be signed with it; copy it there")
-    signer = read_certificates(files.ca)[0].subject, load_private_key(files.ca_key.read_bytes())
+    signer = _signer(files, files.server)
     key = ec.generate_private_key(ec.SECP256R1())
     # The certificate comes last: a running SuperLink loads both files when the certificate changes.
     return {
         files.server_key: _key(key),
         files.server: _certificate(key, "Posy SuperLink", days, signer, dict.fromkeys(hosts)),
     }
+
+
+def _new_client(files: Files, name: str, days: int) -> dict[Path, bytes]:
+    """Return a new key for a client of ``posy serve``, and a certificate signed by the existing authority."""
+    signer = _signer(files, files.client(name))
+    key = ec.generate_private_key(ec.SECP256R1())
+    return {files.client_key(name): _key(key), files.client(name): _certificate(key, name, days, signer)}
+
+
+def _signer(files: Files, certificate: Path) -> tuple[x509.Name, ec.EllipticCurvePrivateKey]:
+    """Return the name and the key of the authority, which must sign a certificate."""
+    if not files.ca_key.exists():
+        raise SettingsError(f"{files.ca_key} is missing, but {certificate.name} must be signed with it; copy it there")
+    return read_certificates(files.ca)[0].subject, load_private_key(files.ca_key.read_bytes())
 
 
 def _new_pair(files: Files, node: str) -> dict[Path, bytes]:
@@ -245,9 +288,12 @@ def _certificate(
     name: str,
     days: int,
     signer: tuple[x509.Name, ec.EllipticCurvePrivateKey] | None = None,
-    hosts: Iterable[x509.GeneralName] = (),
+    hosts: Collection[x509.GeneralName] = (),
 ) -> bytes:
-    """Return a server certificate for ``hosts``, signed by ``signer``, or a CA certificate if ``signer`` is None."""
+    """Return a certificate signed by ``signer``, or a CA certificate if ``signer`` is None.
+
+    It is a server's certificate for ``hosts``, or without hosts, the certificate of a client.
+    """
     start = datetime.datetime.now(datetime.UTC)
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     issuer, issuer_key = signer or (subject, key)
@@ -269,8 +315,9 @@ def _certificate(
     )
     if not authority:
         authority_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
-        server = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
-        for extension in (server, x509.SubjectAlternativeName(hosts), authority_id):
+        purpose = ExtendedKeyUsageOID.SERVER_AUTH if hosts else ExtendedKeyUsageOID.CLIENT_AUTH
+        names = [x509.SubjectAlternativeName(hosts)] if hosts else []
+        for extension in (x509.ExtendedKeyUsage([purpose]), *names, authority_id):
             builder = builder.add_extension(extension, critical=False)
     return builder.sign(issuer_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 

@@ -52,11 +52,19 @@ def certificates(
             help="On the server: a name or IP address of the SuperLink. Repeatable. localhost is always included.",
         ),
     ] = None,
+    client: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="On the server: a client of `posy serve --client-ca`, which receives a certificate. Repeatable.",
+        ),
+    ] = None,
     days: Annotated[
         int, typer.Option(min=1, max=MAX_DAYS, metavar="DAYS", help="Validity of the certificates in days.")
     ] = 365,
     renew: Annotated[
-        bool, typer.Option("--renew", help="Replace the key pair of each NODE; without a NODE, replace server.pem.")
+        bool,
+        typer.Option("--renew", help="Replace the files of each NODE and --client. Without these, replace server.pem."),
     ] = False,
     renew_authority: Annotated[
         bool, typer.Option("--renew-authority", help="Add a new authority to ca.pem and keep the old one.")
@@ -67,21 +75,22 @@ def certificates(
     Posy creates the files that are missing in DIR. For each NODE, Posy creates a private key (NODE.key, which must stay
     on the node) and a public key (NODE.pub, for `posy register`). With --host or without a NODE, as on the server, Posy
     also creates a certificate authority (ca.pem, ca.key) and the SuperLink's certificate (server.pem, server.key).
-    Existing files stay unchanged. --renew replaces files, and keeps the old files under names that contain the time.
+    For each --client, Posy creates a certificate (NAME.pem, NAME.key). Existing files stay unchanged. --renew replaces
+    files, and keeps the old files under names that contain the time.
     """
     from posy.commands.deploy import certificates as pki  # noqa: PLC0415 - few commands need it
 
-    if renew_authority and (renew or nodes or host):
+    if renew_authority and (renew or nodes or host or client):
         raise SettingsError(
-            "--renew-authority cannot be combined with NODE, --host or --renew; renew server.pem in a separate command "
-            "once every node has the new ca.pem"
+            "--renew-authority cannot be combined with NODE, --host, --client or --renew; renew server.pem in a "
+            "separate command once every node has the new ca.pem"
         )
     if renew or renew_authority:
-        written = pki.renew(folder, host or [], nodes or [], days, authority=renew_authority)
+        written = pki.renew(folder, host or [], nodes or [], days, authority=renew_authority, clients=client or [])
     else:
         files = pki.Files(folder)
-        on_server = bool(host) or not nodes or files.ca_key.exists()
-        written = pki.make_certificates(folder, host or [], nodes or [], days, server=on_server)
+        on_server = bool(host or client) or not nodes or files.ca_key.exists()
+        written = pki.make_certificates(folder, host or [], nodes or [], days, server=on_server, clients=client or [])
         if not on_server and not files.ca.exists():
             hint = "at a site, copy it from the server; on the server, add --host NAME (localhost for a single machine)"
             print(f"posy: {files.ca} is missing; {hint}", file=sys.stderr)
