@@ -421,7 +421,9 @@ def serve_models(
     max_megabytes: Annotated[float, typer.Option(min=0.001, help="Maximum size of a request.")] = 64,
     rate: Annotated[float, typer.Option(min=0, help="Maximum requests per second from one address; 0: any.")] = 0,
     concurrency: Annotated[int, typer.Option(min=1, help="Maximum number of requests in progress.")] = 1024,
-    reload: Annotated[float, typer.Option(min=0, help="Seconds between checks for newer models; 0: never.")] = 10,
+    reload: Annotated[
+        float, typer.Option(min=0, help="Seconds between checks for newer models and certificates; 0: never.")
+    ] = 10,
     drain: Annotated[float, typer.Option(min=0, help="Seconds for which the service still answers at its end.")] = 0,
     superlink: Annotated[
         str | None,

@@ -1,7 +1,7 @@
 """The models in service: loading, replacing and unloading without a failed request."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from logging import INFO, WARNING
 from typing import NamedTuple
@@ -132,22 +132,20 @@ class Repository:
 
 
 async def follow(
-    repository: Repository, signature: Callable[[], object], loaded: object, seconds: float, meters: Meters
+    reload: Callable[[], Awaitable[None]], signature: Callable[[], object], loaded: object, seconds: float
 ) -> None:
-    """Refresh a repository whenever the run's files have changed and are complete.
+    """Reload files whenever they have changed and are complete.
 
     Parameters
     ----------
-    repository : Repository
-        The models in service.
+    reload : callable
+        Reads the files again.
     signature : callable
-        Returns a value that changes with the run's files.
+        Returns a value that changes with the files.
     loaded : object
-        The value before the models in service were read.
+        The value before the files were read.
     seconds : float
         Time between two looks at the files. Files that are still changing between two looks are incomplete.
-    meters : Meters
-        Counts the reloads.
     """
     previous = loaded
     while True:
@@ -155,14 +153,14 @@ async def follow(
         try:
             current = await asyncio.to_thread(signature)
         except (OSError, SettingsError) as error:
-            current = str(error)  # the run was removed, or a file disappeared between two steps
+            current = str(error)  # the files were removed, or a file disappeared between two steps
         if current == previous and current != loaded:
             loaded = current
-            await _reload(repository, meters)
+            await reload()
         previous = current
 
 
-async def _reload(repository: Repository, meters: Meters) -> None:
+async def reload_models(repository: Repository, meters: Meters) -> None:
     """Refresh a repository, or log why the service keeps the current models."""
     try:
         await repository.refresh()

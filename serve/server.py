@@ -9,6 +9,7 @@ import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from logging import INFO
 from pathlib import Path
 
@@ -16,12 +17,13 @@ import grpc
 import uvicorn
 from flwr.common.logger import log
 
+from posy.serve.certificate import Certificate
 from posy.serve.connections import Connection, close_slow_connections
 from posy.serve.endpoints import Endpoint
 from posy.serve.limits import Gate, Limits
 from posy.serve.meters import Meters
 from posy.serve.remote import Remote
-from posy.serve.repository import Repository, follow
+from posy.serve.repository import Repository, follow, reload_models
 from posy.serve.rest import Rest
 from posy.serve.service import Service
 from posy.settings import SettingsError
@@ -51,7 +53,7 @@ class Options:
     credentials: Credentials = field(default_factory=Credentials)
     limits: Limits = field(default_factory=Limits)
     reload_seconds: float = 10.0
-    """Time between two looks for newer models; 0: the models are loaded once."""
+    """Time between two looks for newer models and certificates; 0: they are loaded once."""
     drain_seconds: float = 0.0
     """Time for which the service still answers after it has reported that it is not ready."""
     grace_seconds: float = 30.0
@@ -140,11 +142,13 @@ class ModelServer:
         meters.watch_waiting(lambda: repository.waiting)
         service = Service(repository, meters)
         gate = Gate(options.limits, options.credentials.tokens, meters)
+        certificate = _certificate(options.credentials)
+        renewable = certificate.signature() if certificate else None
         loaded = self._signature()  # before the models are read, so that no later change is missed
         await repository.refresh()
-        remote = self._grpc_server(Remote(service, gate))
+        remote = self._grpc_server(Remote(service, gate), certificate)
         listening = _listen(options.host, options.http_port)
-        http = self._http_server(Rest(service, gate))
+        http = self._http_server(Rest(service, gate), certificate)
         await remote.start()
         serving = asyncio.ensure_future(http.serve([listening]))
         self.http_port = listening.getsockname()[1]
@@ -155,8 +159,11 @@ class ModelServer:
         self.started.set()
         background = [asyncio.ensure_future(close_slow_connections(http))]
         if options.reload_seconds:
-            following = follow(repository, self._signature, loaded, options.reload_seconds, meters)
-            background.append(asyncio.ensure_future(following))
+            models = follow(partial(reload_models, repository, meters), self._signature, loaded, options.reload_seconds)
+            background.append(asyncio.ensure_future(models))
+        if options.reload_seconds and certificate:
+            renewals = follow(certificate.renew, certificate.signature, renewable, options.reload_seconds)
+            background.append(asyncio.ensure_future(renewals))
         try:
             await asyncio.wait([asyncio.ensure_future(self._ended.wait()), serving], return_when="FIRST_COMPLETED")
         finally:
@@ -176,9 +183,9 @@ class ModelServer:
         print(f"REST     {scheme}://{host}:{self.http_port}/v2")
         print(f"gRPC     {host}:{self.grpc_port}", flush=True)
 
-    def _grpc_server(self, remote: Remote) -> grpc.aio.Server:
+    def _grpc_server(self, remote: Remote, certificate: Certificate | None) -> grpc.aio.Server:
         """Return the gRPC server, bound to its port."""
-        options, credentials = self.options, self.options.credentials
+        options = self.options
         server = grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", options.limits.max_bytes),
@@ -189,15 +196,15 @@ class ModelServer:
         server.add_generic_rpc_handlers((remote.handler(),))
         address = f"{_bracketed(options.host)}:{options.grpc_port}"
         try:
-            if credentials.certificate is None:
+            if certificate is None:
                 self.grpc_port = server.add_insecure_port(address)
             else:
-                self.grpc_port = server.add_secure_port(address, _grpc_credentials(credentials))
+                self.grpc_port = server.add_secure_port(address, certificate.grpc_credentials())
         except RuntimeError as error:
             raise SettingsError(f"--grpc-port {options.grpc_port}: the port cannot be used ({error})") from error
         return server
 
-    def _http_server(self, routes: Rest) -> uvicorn.Server:
+    def _http_server(self, routes: Rest, certificate: Certificate | None) -> uvicorn.Server:
         """Return the HTTP server."""
         options, credentials = self.options, self.options.credentials
         config = uvicorn.Config(
@@ -214,15 +221,17 @@ class ModelServer:
             ssl_ca_certs=str(credentials.ca) if credentials.ca else None,
             ssl_cert_reqs=ssl.CERT_REQUIRED if credentials.ca else ssl.CERT_NONE,
         )
+        config.load()
+        if certificate is not None and config.ssl is not None:
+            certificate.watch(config.ssl)
         return _Http(config)
 
 
-def _grpc_credentials(credentials: Credentials) -> grpc.ServerCredentials:
-    """Return the credentials of the gRPC server."""
-    assert credentials.certificate is not None and credentials.key is not None
-    pair = (credentials.key.read_bytes(), credentials.certificate.read_bytes())
-    ca = credentials.ca.read_bytes() if credentials.ca else None
-    return grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)
+def _certificate(credentials: Credentials) -> Certificate | None:
+    """Return the certificate of a service, or None if it has none."""
+    if credentials.certificate is None or credentials.key is None:
+        return None
+    return Certificate(credentials.certificate, credentials.key, credentials.ca)
 
 
 def _bracketed(host: str) -> str:

@@ -26,8 +26,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from test_serve import Running, record  # noqa: F401 - a fixture
 from test_serve_limits import message, tensor
+from test_serve_reload import wait_for
 
-from posy.commands.deploy.certificates import Files, load_private_key, make_certificates, read_certificates
+from posy.commands.deploy.certificates import Files, load_private_key, make_certificates, read_certificates, renew
 from posy.commands.serve import read_tokens, serving
 from posy.serve.limits import Limits
 from posy.serve.server import Credentials, Options
@@ -189,6 +190,64 @@ def test_certificates_of_clients(record: Record, files: Files, tmp_path: Path) -
                 continue
             with pytest.raises(OSError):
                 s.get("/v2/models/client-0/infer", BODY, tls=context)
+
+
+def serial_of(port: int, files: Files, client: str = "") -> int:
+    """Return the serial number of the certificate that a port presents to a new connection."""
+    context = ssl.create_default_context(cafile=str(files.ca))
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    if client:
+        context.load_cert_chain(files.client(client), files.client_key(client))
+    with (
+        socket.create_connection(("localhost", port), timeout=30) as plain,
+        context.wrap_socket(plain, server_hostname="localhost") as encrypted,
+    ):
+        certificate = encrypted.getpeercert(binary_form=True)
+        assert certificate is not None
+        return x509.load_der_x509_certificate(certificate).serial_number
+
+
+@pytest.mark.parametrize("client", ["", "app"])
+def test_a_renewed_certificate_fails_no_request(
+    record: Record,  # noqa: F811
+    tmp_path: Path,
+    client: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    make_certificates(tmp_path, [], [], 30, clients=["app"])
+    files = Files(tmp_path)
+    credentials = Credentials(files.server, files.server_key, files.ca if client else None)
+    options = Options(http_port=0, grpc_port=0, reload_seconds=0.1, credentials=credentials)
+    context = ssl.create_default_context(cafile=str(files.ca))
+    pair = (files.client_key("app"), files.client("app"))
+    context.load_cert_chain(*reversed(pair))
+    channel = grpc.ssl_channel_credentials(files.ca.read_bytes(), *(path.read_bytes() for path in pair))
+    with Guarded(record.path, options) as s:
+        ports = s.server.http_port, s.server.grpc_port
+
+        def present(serial: int) -> bool:
+            assert s.get("/v2/models/client-0/infer", BODY, tls=context) == 200
+            assert s.call("ModelInfer", tls=channel) == Code.OK
+            return {serial_of(port, files, client) for port in ports} == {serial}
+
+        [first] = read_certificates(files.server)
+        assert present(first.serial_number)
+        content = files.server.read_bytes()
+        files.server.write_text("no certificate")
+        wait_for(lambda: present(first.serial_number) and "so the service keeps the current certificate" in caplog.text)
+        files.server.write_bytes(content)
+        with grpc.secure_channel(f"localhost:{ports[1]}", channel) as connection:
+            call = connection.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+            call(MESSAGE, timeout=30)
+            renew(tmp_path, [], [], 60)
+            [second] = read_certificates(files.server)
+            assert second.serial_number != first.serial_number
+            wait_for(lambda: present(second.serial_number))
+            call(MESSAGE, timeout=30)  # on the connection with the first certificate
+        if client:
+            with pytest.raises(OSError):  # clients still need a certificate
+                s.get("/v2", tls=ssl.create_default_context(cafile=str(files.ca)))
+            assert s.call("ModelInfer", tls=grpc.ssl_channel_credentials(files.ca.read_bytes())) == Code.UNAVAILABLE
 
 
 @pytest.mark.parametrize(
