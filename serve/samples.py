@@ -130,14 +130,28 @@ class SampleReader:
                 raise self._refused(array)
             files = _images_in(array.ravel(), (width, height), MODES[channels])
             return np.stack(files) if files else np.empty((0, height, width, channels), np.uint8)
-        if array.ndim not in (3, 4) or (array.dtype.kind == "f") != (self.preprocessing.sample_kind == "image-float"):
+        is_float, expects_float = array.dtype.kind == "f", self.preprocessing.sample_kind == "image-float"
+        if array.ndim not in (3, 4) or (expects_float and not is_float):
             raise self._refused(array)
         if array.shape[1:] == (channels, height, width):
             array = array.transpose(0, 2, 3, 1)
         images = as_images(array, "the image")
         if images.shape[1:] != (height, width, channels):
             raise self._refused(array)
-        return images
+        return self._as_fractions(images) if is_float and not expects_float else images
+
+    def _as_fractions(self, images: Array) -> Array:
+        """Return images with pixels from 0 to 1, given floating-point pixels from 0 to 255.
+
+        Images whose pixels are all at most 1 are refused, because the caller has probably divided them by 255.
+        """
+        if images.size and not (images.min() >= 0 and 1 < images.max() <= 255):
+            scale = f"pixels from {images.min():.4g} to {images.max():.4g}"
+            raise RequestError(
+                f"input {self.specs[0].name!r}: {scale}; the model expects pixels from 0 to 255; send them on this "
+                "scale, or send whole numbers as UINT8"
+            )
+        return images / np.float32(255)
 
     def _texts(self, array: Array) -> Array:
         """Return tokens ``(n, L)`` from texts or tokens."""

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import tritonclient.grpc
 import tritonclient.http
-from tritonclient.utils import InferenceServerException
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 import posy
 from posy.client_app.workspace import Workspace
@@ -74,7 +75,7 @@ def images(count: int) -> np.ndarray:
 def infer(service: Running, transport: str, model: str, x: np.ndarray, **options: Any) -> Any:
     """Return the result of tritonclient for images."""
     library: Any = tritonclient.http if transport == "http" else tritonclient.grpc
-    tensor = library.InferInput("image", x.shape, "UINT8")
+    tensor = library.InferInput("image", x.shape, np_to_triton_dtype(x.dtype))
     tensor.set_data_from_numpy(x)
     return getattr(service, transport).infer(model, [tensor], **options)
 
@@ -90,6 +91,39 @@ def test_predictions_equal_those_of_the_stored_model(
     assert [name.decode() for name in result.as_numpy("class")] == [each.label for each in expected]
     probabilities = [list(each.probabilities.values()) for each in expected]
     np.testing.assert_allclose(result.as_numpy("probabilities"), probabilities, atol=1e-6)
+
+
+@pytest.mark.parametrize("transport", ["http", "grpc"])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_floating_point_pixels(service: Running, record: Record, transport: str, dtype: type[np.floating]) -> None:
+    x = np.random.default_rng(1).uniform(0, 255, (5, 1, 8, 8)).astype(dtype)
+    x[0, 0, 0, :2] = 0, 255
+    probabilities = infer(service, transport, "client-1", x).as_numpy("probabilities")
+    with torch.no_grad():
+        expected = record.predictor(1)(torch.from_numpy(x / np.float64(127.5) - 1).float())
+    np.testing.assert_allclose(probabilities, expected, atol=1e-5)
+    integers = images(5)
+    same = [
+        infer(service, transport, "client-1", each).as_numpy("probabilities")
+        for each in (integers, integers.astype(dtype))
+    ]
+    np.testing.assert_allclose(*same, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "text"),
+    [
+        (0, 1, "pixels from 0 to 1; the model expects pixels from 0 to 255; send them on this scale"),
+        (-1, 1, "pixels from -1 to 1;"),
+        (0, 255.1, "pixels from 0 to 255.1;"),
+        (0, np.nan, "nan"),
+    ],
+)
+def test_floating_point_pixels_on_another_scale(service: Running, low: float, high: float, text: str) -> None:
+    x = np.full((2, 1, 8, 8), low, np.float32)
+    x[1, 0, 3, 3] = high
+    with pytest.raises(InferenceServerException, match=text):
+        infer(service, "grpc", "router", x)
 
 
 @pytest.mark.parametrize("transport", ["http", "grpc"])

@@ -110,7 +110,7 @@ SHAPES: dict[str, tuple[str, Sequence[int], int, str]] = {
     "strings": ("BYTES", (3,), 8, "3 strings"),
     "too many strings": ("BYTES", (200_000,), 800_000, "at most 100000"),
     "unknown type": ("COMPLEX", (1,), 8, "not one of"),
-    "floats for pixels": ("FP32", (1, 1, 8, 8), 256, "float32 of shape"),
+    "pixels from 0 to 1": ("FP32", (1, 1, 8, 8), 256, "the model expects pixels from 0 to 255"),
 }
 
 
