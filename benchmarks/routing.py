@@ -6,7 +6,6 @@ the answers with the run's record and with the stored models in this process. Th
 """
 
 import json
-import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -151,6 +150,8 @@ def recorded_classes(record: Record, clients: Sequence[int], names: Sequence[str
 def accuracies(y: Indices, owner: Indices, routed: Routed, votes: Indices, num_classes: int) -> dict[str, float]:
     """Return the accuracy of the routing, and of the classes under several choices of the client.
 
+    Accuracies over no samples are omitted.
+
     Parameters
     ----------
     y, owner : numpy.ndarray, (n,)
@@ -178,17 +179,19 @@ def accuracies(y: Indices, owner: Indices, routed: Routed, votes: Indices, num_c
     return {name: float(np.mean(value)) for name, value in (shares | singles).items() if np.size(value)}
 
 
-def shared_shifts(matrix: Indices, shifts: Sequence[Shift]) -> dict[str, float]:
-    """Return how often the chosen client has the true client's gamma, hue and so on, given the ``(M, M)`` counts.
+def shift_differences(matrix: Indices, shifts: Sequence[Shift]) -> dict[str, float]:
+    """Return the share of samples for each difference between the chosen client's shift and the true client's shift.
 
-    A transformation that all clients share is omitted.
+    The keys are ``none``, the transformation if only one differs (``gamma``, ``hue``, …), and ``several``. ``matrix``
+    ``(M, M)`` contains the number of samples per true and chosen client.
     """
-    columns = {name: np.array([getattr(shift, name) for shift in shifts]) for name in Shift._fields}
-    return {
-        name: float(matrix[values[:, None] == values].sum() / matrix.sum())
-        for name, values in columns.items()
-        if len(set(values.tolist())) > 1
-    }
+    values = np.array(shifts)
+    differs = values[:, None] != values
+    count = differs.sum(axis=2)
+    masks = {"none": count == 0}
+    masks |= {name: differs[:, :, column] & (count == 1) for column, name in enumerate(Shift._fields)}
+    masks |= {"several": count > 1}
+    return {name: float(matrix[mask].sum() / matrix.sum()) for name, mask in masks.items() if mask.any()}
 
 
 def times(seconds: Sequence[float], size: int) -> dict[str, float]:
@@ -247,7 +250,7 @@ def measure(run: str, single: int) -> dict[str, Any]:
             **{f"{name}, 8-bit pixels": count for name, count in differences(rounded, routed).items()},
         },
         "ms per query": {"1": times(single_seconds, 1), str(BATCH): times(seconds, BATCH)},
-        "chosen client has the same": shared_shifts(matrix, SHIFTS[shift][: len(members)]),
+        "different transformation": shift_differences(matrix, SHIFTS[shift][: len(members)]),
         "true x chosen client": matrix.tolist(),
     }
 
@@ -276,13 +279,27 @@ def main(
     stored = Record.find(runs[0]).settings
     report = {"machine": machine(), "settings": {key: stored[key] for key in SETTINGS}, "runs": results}
     if len(results) > 1:
-        report["over the runs"] = {name: spread(results, name) for name in results[0]["accuracy"]}
+        report["over the runs"] = over_runs(results)
     print(json.dumps(report, indent=1))
 
 
-def spread(results: Sequence[Mapping[str, Any]], name: str) -> dict[str, float]:
-    """Return the mean and the standard deviation of an accuracy over the runs."""
-    values = [result["accuracy"].get(name, math.nan) for result in results]
+def over_runs(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the means and standard deviations over several runs, and the chosen clients in percent of each row."""
+    summary: dict[str, Any] = {
+        kind: {
+            name: spread([result[kind][name] for result in results])
+            for name in results[0][kind]
+            if all(name in result[kind] for result in results)
+        }
+        for kind in ("accuracy", "different transformation")
+    }
+    matrix = np.sum([result["true x chosen client"] for result in results], axis=0)
+    percent = 100 * matrix / matrix.sum(axis=1, keepdims=True)
+    return summary | {"true x chosen client, %": percent.round(1).tolist()}
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return the mean and the standard deviation of values."""
     return {"mean": statistics.fmean(values), "std": statistics.stdev(values)}
 
 

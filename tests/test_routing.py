@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import posy
-from benchmarks.routing import Routed, accuracies, differences, measure, pixels_of, shared_shifts
+from benchmarks.routing import Routed, accuracies, differences, measure, over_runs, pixels_of, shift_differences
 from posy.data.inputs import Preprocessing, normalised
 from posy.data.shifts import SHIFTS
 from posy.data.task import Task
@@ -98,8 +98,25 @@ def test_differences_by_hand() -> None:
     assert differences(answers, expected, np.array([2, 0])) == {"client": 0, "class": 1}
 
 
-def test_shared_shifts_by_hand() -> None:
-    # Clients 0 and 1 differ in gamma, 0 and 2 in hue, and 0 and 4 in saturation.
+def test_shift_differences_by_hand() -> None:
+    # Clients 0 and 1 differ in gamma, 0 and 2 in hue, 0 and 4 in saturation, and 0 and 7 in all three.
     matrix = np.zeros((8, 8), np.int64)
-    matrix[0, [0, 1, 2, 4]] = 10, 4, 3, 3
-    assert shared_shifts(matrix, SHIFTS["high"]) == {"gamma": 0.8, "hue": 0.85, "saturation": 0.85}
+    matrix[0, [0, 1, 2, 4, 7]] = 10, 4, 3, 2, 1
+    expected = {"none": 0.5, "gamma": 0.2, "hue": 0.15, "saturation": 0.1, "several": 0.05}
+    assert shift_differences(matrix, SHIFTS["high"]) == expected
+    posterised = [shift._replace(bits=2) for shift in SHIFTS["high"][:1]]
+    assert shift_differences(np.array([[0, 1], [1, 2]]), [SHIFTS["high"][0], *posterised]) == {"none": 0.5, "bits": 0.5}
+
+
+def test_means_over_runs_by_hand() -> None:
+    matrices = [[[2, 0], [1, 1]], [[1, 1], [2, 4]]]
+    results = [
+        {"accuracy": {"system": value}, "different transformation": {"hue": value / 2}, "true x chosen client": matrix}
+        for value, matrix in zip((0.2, 0.4), matrices, strict=True)
+    ]
+    results[0]["accuracy"]["system, wrong client"] = 0.1  # the second run has none
+    summary = over_runs(results)
+    assert list(summary["accuracy"]) == ["system"]
+    assert summary["accuracy"]["system"] == pytest.approx({"mean": 0.3, "std": 0.1414213562})
+    assert summary["different transformation"]["hue"]["mean"] == pytest.approx(0.15)
+    assert summary["true x chosen client, %"] == [[75.0, 25.0], [37.5, 62.5]]
