@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+from uvicorn.loops.auto import auto_loop_factory
+
 from posy.commands.deploy.certificates import check_authority, check_server
 from posy.commands.deploy.control import control
 from posy.commands.launch import Connection
@@ -28,7 +30,8 @@ def serve(
     """Serve the models of a run until SIGINT or SIGTERM arrives; see :func:`serving`."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # each connection is an open file
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    asyncio.run(serving(run, options, superlink, answer_seconds, site=site).run())
+    with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+        runner.run(serving(run, options, superlink, answer_seconds, site=site).run())
 
 
 def serving(

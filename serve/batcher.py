@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from posy.serve.tensors import Array, OverloadedError, UnavailableError
 
+IDLE_STEPS = 5
+"""Steps of the event loop without a new request, after which a batch starts."""
 Outputs = dict[str, Array]
 Predict = Callable[[Sequence[Mapping[str, Array]]], list[Outputs | Exception]]
 
@@ -23,6 +25,9 @@ class Batcher:
 
     While the model is busy, requests wait. When it is free, it takes all waiting requests up to ``max_samples``. A
     single caller therefore never waits for others, and the batches grow with the load.
+
+    A batch starts when the event loop has read the requests that have arrived. With small models, reading takes longer
+    than the model, and batches of the first requests alone would cost more time than they save.
 
     Parameters
     ----------
@@ -79,11 +84,19 @@ class Batcher:
         """Answer requests until the queue is empty."""
         try:
             while self._queue:
-                await asyncio.sleep(0)  # read the requests that have arrived
+                await self._gather()
                 if batch := self._next_batch():
                     _deliver(batch, await self._answers([waiting.inputs for waiting in batch]))
         finally:
             self._worker = None
+
+    async def _gather(self) -> None:
+        """Read the requests that have arrived, so that the batch contains them."""
+        waiting, idle = 0, 0
+        while idle < IDLE_STEPS and len(self._queue) < self._max_samples:
+            idle = idle + 1 if len(self._queue) == waiting else 0
+            waiting = len(self._queue)
+            await asyncio.sleep(0)
 
     async def _answers(self, batch: Sequence[Mapping[str, Array]]) -> list[Outputs | Exception]:
         """Return the answers to a batch. If one request makes the model fail, answer each request alone."""

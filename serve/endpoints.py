@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -91,25 +92,30 @@ class Endpoint(ABC):
         RequestError
             If the model's output for a sample is not a number.
         """
-        answers: list[dict[str, Array] | Exception] = []
-        usable: list[tuple[int, dict[int, Tensor]]] = []
+        groups: dict[object, list[int]] = {}
         for number, inputs in enumerate(batch):
-            try:
-                usable.append((number, self._read(inputs)))
-                answers.append({})
-            except RequestError as error:
-                answers.append(error)
-        if not usable:
-            return answers
-        samples = {key: torch.cat([parts[key] for _, parts in usable]) for key in usable[0][1]}
+            groups.setdefault(_format_of(inputs) or number, []).append(number)
+        answers: dict[int, dict[str, Array] | Exception] = {}
+        for numbers in groups.values():
+            answers |= zip(numbers, self._answer_together([batch[number] for number in numbers]), strict=True)
+        return [answers[number] for number in range(len(batch))]
+
+    def _answer_together(self, batch: Sequence[Mapping[str, Array]]) -> list[dict[str, Array] | Exception]:
+        """Answer requests of the same format. If the samples of one request are wrong, answer each request alone."""
+        first = batch[0]
+        joined = first if len(batch) == 1 else {name: np.concatenate([each[name] for each in batch]) for name in first}
+        try:
+            samples = self._read(joined)
+        except RequestError as error:
+            if len(batch) == 1:
+                return [error]
+            return [answer for inputs in batch for answer in self._answer_together([inputs])]
         with torch.inference_mode():
             outputs = self._answer(samples)
-        start = 0
-        for number, parts in usable:
-            end = start + len(next(iter(parts.values())))
-            answers[number] = {name: array[start:end] for name, array in outputs.items()}
-            start = end
-        return answers
+        if len(batch) == 1:
+            return [outputs]
+        ends = accumulate((len(next(iter(inputs.values()))) for inputs in batch), initial=0)
+        return [{name: array[start:end] for name, array in outputs.items()} for start, end in pairwise(ends)]
 
     def _read(self, inputs: Mapping[str, Array]) -> dict[int, Tensor]:
         """Return the samples ``(n, *input_shape)``, keyed by client; with a common scale, only for the first client."""
@@ -227,6 +233,17 @@ class ConfidenceEndpoint(Endpoint):
         first, second = output_specs(self.first.preprocessing)
         answer = {first.name: picked, second.name: self._named(picked.argmax(axis=1))}
         return {"client": self._client_names[chosen], **answer}
+
+
+def _format_of(inputs: Mapping[str, Array]) -> tuple[object, ...]:
+    """Return a key that requests share if their tensors can be joined, or an empty tuple for a separate request."""
+    arrays = inputs.values()
+    # A tensor of strings may have several axes, and each string is a sample.
+    if len({array.shape[:1] for array in arrays}) > 1 or any(
+        not array.ndim or (array.dtype == object and array.size > len(array)) for array in arrays
+    ):
+        return ()
+    return tuple((name, array.dtype, array.shape[1:]) for name, array in inputs.items())
 
 
 def client_spec(description: str) -> TensorSpec:

@@ -5,16 +5,8 @@ import binascii
 import contextlib
 import json
 import math
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
-
-from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect
-from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse
-from starlette.responses import Response as HttpResponse
-from starlette.routing import Route
-from starlette.types import ASGIApp
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from typing import Any, NamedTuple
 
 from posy.serve.limits import Gate, TooLargeError
 from posy.serve.service import Service, described, off_loop
@@ -39,11 +31,62 @@ HEADER_LENGTH = "inference-header-content-length"
 """The HTTP header with the length of the JSON before the binary tensors."""
 MAX_DISCARDED = 256 << 20
 """Maximum number of bytes of a refused body that the service receives."""
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+class ClientDisconnectedError(Exception):
+    """The caller has closed the connection before the end of its request."""
+
+
+class HttpRequest:
+    """A request over HTTP, as an ASGI server passes it.
+
+    Parameters
+    ----------
+    scope : mapping
+        The request's path, headers and caller.
+    receive : callable
+        Receives the next part of the body.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self.route, self.model, self.version = _split(scope["path"])
+        self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        self.caller: str = scope["client"][0] if scope["client"] else ""
+        self._receive, self._is_complete = receive, False
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """Receive the rest of the body in parts."""
+        while not self._is_complete:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnectedError
+            self._is_complete = not message.get("more_body", False)
+            yield message.get("body", b"")
+
+
+class HttpResponse(NamedTuple):
+    """A response over HTTP."""
+
+    body: bytes = b""
+    status: int = 200
+    media_type: bytes = b"application/json"
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+
+    async def send(self, send: Send) -> None:
+        """Pass the response to an ASGI server."""
+        fields = ((b"content-length", b"%d" % len(self.body)), (b"content-type", self.media_type), *self.headers)
+        await send({"type": "http.response.start", "status": self.status, "headers": fields})
+        await send({"type": "http.response.body", "body": self.body})
+
+
 Handler = Callable[[HttpRequest], Awaitable[HttpResponse]]
 
 
 class Rest:
-    """The routes of the service.
+    """The routes of the service, as an application for an ASGI server.
 
     Parameters
     ----------
@@ -55,93 +98,91 @@ class Rest:
 
     def __init__(self, service: Service, gate: Gate) -> None:
         self.service, self.gate = service, gate
+        self._routes: dict[str, tuple[str, Handler]] = {
+            "models/infer": ("POST", self.infer),
+            "models/ready": ("GET", self.model_ready),
+            "models/card": ("GET", self.card),
+            "models": ("GET", self.model),
+            "/v2/health/live": ("GET", self.live),
+            "/v2/health/ready": ("GET", self.ready),
+            "/v2": ("GET", self.server),
+            "/v2/repository/index": ("POST", self.index),
+            "repository/load": ("POST", self.load),
+            "repository/unload": ("POST", self.unload),
+            "/metrics": ("GET", self.metrics),
+        }
 
-    def app(self) -> ASGIApp:
-        """Return the application for an HTTP server."""
-        model = "/v2/models/{name}"
-        routes: list[tuple[str, Handler, str]] = []
-        for path in (model, f"{model}/versions/{{version}}"):
-            routes += [
-                (f"{path}/infer", self.infer, "POST"),
-                (f"{path}/ready", self.model_ready, "GET"),
-                (f"{path}/card", self.card, "GET"),
-                (path, self.model, "GET"),
-            ]
-        routes += [
-            ("/v2/health/live", self.live, "GET"),
-            ("/v2/health/ready", self.ready, "GET"),
-            ("/v2", self.server, "GET"),
-            ("/v2/repository/index", self.index, "POST"),
-            ("/v2/repository/models/{name}/load", self.load, "POST"),
-            ("/v2/repository/models/{name}/unload", self.unload, "POST"),
-            ("/metrics", self.metrics, "GET"),
-        ]
-        return Starlette(routes=[Route(path, self._guarded(each), methods=[verb]) for path, each, verb in routes])
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        request = HttpRequest(scope, receive)
+        method, handler = self._routes.get(request.route, ("", None))
+        if handler is None:
+            response = _json({"error": f"the path {scope['path']!r:.80} does not exist"}, 404)
+        elif scope["method"] != method and (scope["method"], method) != ("HEAD", "GET"):
+            response = _json({"error": f"the path needs the method {method}"}, 405, ((b"allow", method.encode()),))
+        else:
+            response = await self._guarded(handler, request)
+        await response.send(send)
 
-    def _guarded(self, handler: Handler) -> Handler:
-        """Return a handler that checks the token and the limits, and turns errors into responses."""
-        is_open, is_limited = handler in (self.live, self.ready), handler not in (self.live, self.ready, self.metrics)
-
-        async def guarded(request: HttpRequest) -> HttpResponse:
-            result = "cancelled"
-            try:
-                if not is_open:
-                    self.gate.check_origin(request.headers.get("origin", ""))
-                    self.gate.check_token(request.headers.get("authorization", ""))
-                if is_limited:
-                    self.gate.check_rate(request.client.host if request.client else "")
-                response = await handler(request)
-                result = "ok"
-                return response
-            except ClientDisconnect:
-                return HttpResponse(status_code=499)  # the caller has closed the connection
-            except Exception as error:
-                status = status_of(error)
-                result = status.name
-                await _discard(request)
-                headers = {"www-authenticate": "Bearer"} if status.http == 401 else {}
-                return JSONResponse({"error": status.text}, status.http, headers)
-            finally:
-                if handler == self.infer:
-                    self.service.meters.ended("http", result)
-
-        return guarded
+    async def _guarded(self, handler: Handler, request: HttpRequest) -> HttpResponse:
+        """Check the token and the limits, and return the response of a handler, or the response to its error."""
+        result = "cancelled"
+        try:
+            if handler not in (self.live, self.ready):
+                self.gate.check_origin(request.headers.get("origin", ""))
+                self.gate.check_token(request.headers.get("authorization", ""))
+                if handler != self.metrics:
+                    self.gate.check_rate(request.caller)
+            response = await handler(request)
+            result = "ok"
+            return response
+        except ClientDisconnectedError:
+            return HttpResponse(status=499)
+        except Exception as error:
+            status = status_of(error)
+            result = status.name
+            await _discard(request)
+            headers = ((b"www-authenticate", b"Bearer"),) if status.http == 401 else ()
+            return _json({"error": status.text}, status.http, headers)
+        finally:
+            if handler == self.infer:
+                self.service.meters.ended("http", result)
 
     # -- health and metadata ----------------------------------------------------------------------------------
 
     async def live(self, request: HttpRequest) -> HttpResponse:
         """Report that the process answers."""
-        return JSONResponse({"live": True})
+        return _json({"live": True})
 
     async def ready(self, request: HttpRequest) -> HttpResponse:
         """Report whether the service accepts requests for predictions."""
-        return JSONResponse({"ready": self.service.ready}, 200 if self.service.ready else 503)
+        return _json({"ready": self.service.ready}, 200 if self.service.ready else 503)
 
     async def server(self, request: HttpRequest) -> HttpResponse:
         """Return the name, the version and the extensions of the service."""
         service = self.service
-        return JSONResponse({"name": service.name, "version": service.version, "extensions": [*service.extensions]})
+        return _json({"name": service.name, "version": service.version, "extensions": [*service.extensions]})
 
     async def model(self, request: HttpRequest) -> HttpResponse:
         """Return the metadata of a model."""
-        return JSONResponse(self.service.metadata(*_model_in(request))._asdict())
+        return _json(self.service.metadata(request.model, request.version)._asdict())
 
     async def model_ready(self, request: HttpRequest) -> HttpResponse:
         """Report whether a model is in service."""
-        name, version = _model_in(request)
+        name, version = request.model, request.version
         try:
             is_ready = self.service.is_ready(name, version)
         except UnknownModelError as error:
-            return JSONResponse({"name": name, "ready": False, "error": str(error)}, 404)
-        return JSONResponse({"name": name, "ready": is_ready}, 200 if is_ready else 503)
+            return _json({"name": name, "ready": False, "error": str(error)}, 404)
+        return _json({"name": name, "ready": is_ready}, 200 if is_ready else 503)
 
     async def card(self, request: HttpRequest) -> HttpResponse:
         """Return the model card of a model."""
-        return JSONResponse(self.service.card(*_model_in(request)))
+        return _json(self.service.card(request.model, request.version))
 
     async def metrics(self, request: HttpRequest) -> HttpResponse:
         """Return the metrics for Prometheus."""
-        return HttpResponse(self.service.meters.text(), media_type=self.service.meters.content_type)
+        return HttpResponse(self.service.meters.text(), media_type=self.service.meters.content_type.encode())
 
     # -- repository -------------------------------------------------------------------------------------------
 
@@ -149,16 +190,16 @@ class Rest:
         """Return the models of the run and their states."""
         with self.gate.receiving() as count:
             body = _object(await self._body(request, count) or b"{}")
-        return JSONResponse([state._asdict() for state in self.service.index(ready=body.get("ready") is True)])
+        return _json([state._asdict() for state in self.service.index(ready=body.get("ready") is True)])
 
     async def load(self, request: HttpRequest) -> HttpResponse:
         """Read a model again and take it into service."""
-        await self.service.repository.load(request.path_params["name"])
+        await self.service.repository.load(request.model)
         return HttpResponse()
 
     async def unload(self, request: HttpRequest) -> HttpResponse:
         """Remove a model from service."""
-        await self.service.repository.unload(request.path_params["name"])
+        await self.service.repository.unload(request.model)
         return HttpResponse()
 
     # -- predictions ------------------------------------------------------------------------------------------
@@ -175,11 +216,10 @@ class Rest:
         header = request.headers.get(HEADER_LENGTH)
         length = _header_length(header, len(body)) if header is not None else len(body)
         content = await off_loop(length, _object, body[:length])
-        name, version = _model_in(request)
         inference = Request(
-            name,
+            request.model,
             await off_loop(length, _inputs_in, content, memoryview(body)[length:]),
-            version,
+            request.version,
             _text(content, "id"),
             [_text(output, "name") for output in _objects(content, "outputs")],
         )
@@ -195,7 +235,7 @@ class Rest:
         if _number(declared, most) is None and declared:
             raise TooLargeError(f"the request has {declared:.20} bytes; at most {most} are allowed")
         chunks = []
-        async for chunk in request.stream():
+        async for chunk in request.chunks():
             count(len(chunk))
             chunks.append(chunk)
         return b"".join(chunks)
@@ -206,16 +246,32 @@ async def _discard(request: HttpRequest) -> None:
     if request.headers.get("expect", "").lower() == "100-continue":
         return
     size = 0
-    with contextlib.suppress(RuntimeError, ClientDisconnect):  # the complete body was received, or the caller left
-        async for chunk in request.stream():
+    with contextlib.suppress(ClientDisconnectedError):
+        async for chunk in request.chunks():
             size += len(chunk)
             if size > MAX_DISCARDED:
                 return
 
 
-def _model_in(request: HttpRequest) -> tuple[str, str]:
-    """Return the name and the version of the model in a path."""
-    return request.path_params["name"], request.path_params.get("version", "")
+def _split(path: str) -> tuple[str, str, str]:
+    """Return a path without the name and the version of its model, and both."""
+    match path.split("/"):
+        case ["", "v2", "models", name, "versions", version, *action] if len(action) <= 1:
+            return "/".join(("models", *action)), name, version
+        case ["", "v2", "models", name, *action] if len(action) <= 1:
+            return "/".join(("models", *action)), name, ""
+        case ["", "v2", "repository", "models", name, action]:
+            return f"repository/{action}", name, ""
+    return path, "", ""
+
+
+def _json(content: Any, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = ()) -> HttpResponse:
+    """Return a response in JSON."""
+    return HttpResponse(_encoded(content), status, headers=headers)
+
+
+def _encoded(content: Any) -> bytes:
+    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 def _header_length(text: str, size: int) -> int:
@@ -325,8 +381,8 @@ def _response(response: Response, binary: set[str]) -> HttpResponse:
     content: dict[str, Any] = {"model_name": response.model, "model_version": response.version, "outputs": outputs}
     if response.id:
         content["id"] = response.id
-    head = json.dumps(content, ensure_ascii=False, allow_nan=False).encode()
+    head = _encoded(content)
     if not parts:
-        return HttpResponse(head, media_type="application/json")
-    headers = {HEADER_LENGTH: str(len(head))}
-    return HttpResponse(b"".join((head, *parts)), headers=headers, media_type="application/octet-stream")
+        return HttpResponse(head)
+    headers = ((HEADER_LENGTH.encode(), b"%d" % len(head)),)
+    return HttpResponse(b"".join((head, *parts)), media_type=b"application/octet-stream", headers=headers)

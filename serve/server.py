@@ -208,7 +208,7 @@ class ModelServer:
         """Return the HTTP server."""
         options, credentials = self.options, self.options.credentials
         config = uvicorn.Config(
-            routes.app(),
+            routes,
             log_config=None,
             access_log=False,
             lifespan="off",

@@ -308,6 +308,45 @@ def test_an_output_that_is_not_a_number_is_an_error(record: Record) -> None:  # 
             endpoint.predict([{"image": images(1)}])
 
 
+def test_a_batch_answers_each_request_as_alone(record: Record) -> None:  # noqa: F811
+    file = np.array([png(8, 8)] * 6, object)
+    pixels = [images(n) for n in (1, 3, 2)]
+    for endpoint in load_endpoints(record).values():
+        batch = [{"image": x} for x in (*pixels, pixels[1].transpose(0, 2, 3, 1), file, file.reshape(2, 3))]
+        expected = [endpoint.predict([inputs])[0] for inputs in batch]
+        # The second wrong request has the same format as the image files, so Posy reads them together.
+        wrong = [{"image": pixels[0], "other": pixels[0]}, {"image": np.array([b"x"], object)}]
+        answers = endpoint.predict([*batch, *wrong])
+        assert all(isinstance(answer, RequestError) for answer in answers[6:])
+        for answer, single in zip(answers[:6], expected, strict=True):
+            assert isinstance(answer, dict) and isinstance(single, dict) and answer.keys() == single.keys()
+            for name, array in single.items():
+                if array.dtype == object:
+                    assert answer[name].tolist() == array.tolist()
+                else:
+                    np.testing.assert_allclose(answer[name], array, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "text"),
+    [
+        ("GET", "/v3", 404, "/v3' does not exist"),
+        ("GET", "/v2/models", 404, "does not exist"),
+        ("GET", "/v2/models/client-0/versions", 404, "does not exist"),
+        ("GET", "/v2/models/client-0/infer/more", 404, "does not exist"),
+        ("GET", INFER, 405, "POST"),
+        ("POST", "/v2/models/client-0/versions/2", 405, "GET"),
+    ],
+)
+def test_a_wrong_path_or_method(service: Running, method: str, path: str, status: int, text: str) -> None:
+    request = Request(f"http://127.0.0.1:{service.server.http_port}{path}", method=method)
+    with pytest.raises(HTTPError) as raised:
+        urlopen(request, timeout=60)
+    assert raised.value.code == status and text in json.load(raised.value)["error"]
+    request = Request(f"http://127.0.0.1:{service.server.http_port}/v2/models/client-0/versions/2", method="HEAD")
+    assert urlopen(request, timeout=60).status == 200
+
+
 def test_a_caller_that_leaves_is_no_error(service: Running, caplog: pytest.LogCaptureFixture) -> None:
     head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode()
     for _ in range(10):
