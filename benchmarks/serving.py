@@ -1,31 +1,30 @@
 """Measure the requests per second and the times of the service, relative to calling the model in a loop.
 
 ``python -m benchmarks.serving RUN --model NAME`` starts ``posy serve RUN`` in a separate process, and sends requests
-with one sample each from 1, 8 and 64 callers over gRPC and REST, in binary format. The reference is
-``ClientModel.predict`` in a loop in one thread, before and after the service. The command prints JSON.
+with one sample each from 1, 8 and 64 callers over gRPC and REST, in binary format. The callers are plain sockets
+(``benchmarks/callers.py``) on the same machine. The reference is ``ClientModel.predict`` in a loop in one thread,
+before and after each measurement. ``--empty`` measures the libraries without a model. The command prints JSON.
 """
 
-import asyncio
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Annotated, Any
 
-import grpc
 import numpy as np
 import torch
 import typer
 
+from benchmarks.callers import STREAMS_PER_CONNECTION, Connection, GrpcConnection, HttpConnection, measure
 from benchmarks.measure import machine
 from posy.client_app.stored import ClientModel
 from posy.serve.messages import MESSAGES, SERVICE
 from posy.serve.tensors import Array, datatype_of
 from posy.server_app.record import Record
-
-Call = Callable[[], Awaitable[None]]
 
 
 def main(
@@ -33,29 +32,30 @@ def main(
     model: str = "",
     callers: Annotated[str, typer.Option(help="Numbers of callers, separated by commas.")] = "1,8,64",
     seconds: Annotated[float, typer.Option(help="Duration of each measurement.")] = 5.0,
+    empty: Annotated[bool, typer.Option(help="Measure a service that answers with constant bytes.")] = False,
 ) -> None:
     """Measure a run's service."""
     record = Record.find(run)
     stored = record.predictor(min(record.names))
     x = sample_of(stored)
     name = model or f"client-{stored.client}"
-    before = direct_rate(stored, x, seconds)
-    process, http_port, grpc_port = start(run)
+    process, http_port, grpc_port = start("benchmarks.empty_service" if empty else "posy", run)
+    direct, results = [direct_rate(stored, x, seconds)], list[dict[str, Any]]()
     try:
-        results = []
         for count in map(int, callers.split(",")):
-            for transport in ("grpc", "rest"):
-                port = grpc_port if transport == "grpc" else http_port
-                times = asyncio.run(measure(transport, port, name, x, count, seconds))
-                results.append({"transport": transport, "callers": count, **summary(times, seconds)})
+            for transport, port in (("grpc", grpc_port), ("rest", http_port)):
+                cpu = cpu_seconds(process.pid)
+                times = measure(connect(transport, port, name, x, count), seconds, WARM_UP)
+                cpu = (cpu_seconds(process.pid) - cpu) * seconds / (seconds + WARM_UP)
+                direct.append(direct_rate(stored, x, seconds))
+                result = {"transport": transport, "callers": count, **summary(times, seconds)}
+                result["of direct"] = round(result["requests/s"] / statistics.mean(direct[-2:]), 2)
+                results.append(result | {"service's CPU ms": round(1000 * cpu / len(times), 3)})
     finally:
         process.terminate()
         process.wait()
-    direct = [before, direct_rate(stored, x, seconds)]
-    for result in results:
-        result["of direct"] = round(result["requests/s"] / max(direct), 2)
-    report = {"run": record.path.name, "model": name, "input": list(x.shape), "direct/s": direct, "results": results}
-    print(json.dumps({**report, "machine": machine()}, indent=2))
+    report = {"run": record.path.name, "model": "" if empty else name, "input": list(x.shape), "direct/s": direct}
+    print(json.dumps({**report, "results": results, "machine": machine()}, indent=2))
 
 
 def sample_of(model: ClientModel) -> Array:
@@ -79,9 +79,15 @@ def direct_rate(model: ClientModel, x: Array, seconds: float) -> float:
     return round(calls / seconds, 1)
 
 
-def start(run: str) -> tuple[subprocess.Popen[str], int, int]:
-    """Start the service, and return its process and its ports for HTTP and gRPC."""
-    command = [sys.executable, "-m", "posy", "serve", run, "--http-port", "0", "--grpc-port", "0"]
+def cpu_seconds(process: int) -> float:
+    """Return the processor time of a process and of its threads."""
+    fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def start(module: str, run: str) -> tuple[subprocess.Popen[str], int, int]:
+    """Start a service, and return its process and its ports for HTTP and gRPC."""
+    command = [sys.executable, "-m", module, "serve", run, "--http-port", "0", "--grpc-port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     ports = {}
@@ -94,77 +100,24 @@ def start(run: str) -> tuple[subprocess.Popen[str], int, int]:
     raise SystemExit("the service has not started")
 
 
-async def measure(transport: str, port: int, model: str, x: Array, callers: int, seconds: float) -> list[float]:
-    """Return the time of each request that several callers send one after the other, in seconds."""
-    prepare = grpc_calls if transport == "grpc" else rest_calls
-    calls, close = await prepare(port, model, x, callers)
-    times: list[float] = []
-    begin = time.perf_counter() + 1  # after a second of warm-up
-
-    async def repeat(call: Call) -> None:
-        while (sent := time.perf_counter()) < begin + seconds:
-            await call()
-            if sent >= begin:
-                times.append(time.perf_counter() - sent)
-
-    await asyncio.gather(*map(repeat, calls))
-    await close()
-    return times
-
-
-async def grpc_calls(port: int, model: str, x: Array, callers: int) -> tuple[list[Call], Call]:
-    """Return a function for each caller that sends a request over gRPC, and a function that closes the channels."""
-    request = MESSAGES["ModelInferRequest"](model_name=model, raw_input_contents=[x.tobytes()])
-    request.inputs.add(name=INPUTS[x.dtype.kind], datatype=datatype_of(x), shape=x.shape)
-    content = request.SerializeToString()
-    options = [("grpc.use_local_subchannel_pool", 1)]
-    channels = [grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) for _ in range(min(callers, 8))]
-    methods = [channel.unary_unary(f"/{SERVICE}/ModelInfer") for channel in channels]
-
-    def caller(number: int) -> Call:
-        async def call() -> None:
-            await methods[number % len(methods)](content)
-
-        return call
-
-    async def close() -> None:
-        for channel in channels:
-            await channel.close()
-
-    return [caller(number) for number in range(callers)], close
-
-
-async def rest_calls(port: int, model: str, x: Array, callers: int) -> tuple[list[Call], Call]:
-    """Return a function for each caller that sends a request over HTTP, and a function that closes the connections."""
-    raw = x.tobytes()
-    tensor: dict[str, Any] = {"name": INPUTS[x.dtype.kind], "datatype": datatype_of(x), "shape": list(x.shape)}
+def connect(transport: str, port: int, model: str, x: Array, callers: int) -> list[Connection]:
+    """Return the connections of the callers; each request contains one sample in binary format."""
+    raw, name, datatype = x.tobytes(), INPUTS[x.dtype.kind], datatype_of(x)
+    if transport == "grpc":
+        request = MESSAGES["ModelInferRequest"](model_name=model, raw_input_contents=[raw])
+        request.inputs.add(name=name, datatype=datatype, shape=x.shape)
+        count = -(-callers // STREAMS_PER_CONNECTION)
+        method, content = f"/{SERVICE}/ModelInfer", request.SerializeToString()
+        return [GrpcConnection(port, callers // count, method, content) for _ in range(count)]
+    tensor: dict[str, Any] = {"name": name, "datatype": datatype, "shape": list(x.shape)}
     tensor["parameters"] = {"binary_data_size": len(raw)}
     head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
-    lines = (
-        f"POST /v2/models/{model}/infer HTTP/1.1", "Host: localhost", f"Content-Length: {len(head) + len(raw)}",
-        f"Inference-Header-Content-Length: {len(head)}", "", "",
-    )  # fmt: skip
-    request = "\r\n".join(lines).encode() + head + raw
-    streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(callers)]
-
-    def caller(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Call:
-        async def call() -> None:
-            writer.write(request)
-            answer = await reader.readuntil(b"\r\n\r\n")
-            if b" 200 " not in answer[:20]:
-                raise SystemExit(f"the service has refused a request: {answer[:200]!r}")
-            length = answer.lower().partition(b"\r\ncontent-length:")[2].partition(b"\r\n")[0]
-            await reader.readexactly(int(length))
-
-        return call
-
-    async def close() -> None:
-        for _, writer in streams:
-            writer.close()
-
-    return [caller(*pair) for pair in streams], close
+    headers = [f"Inference-Header-Content-Length: {len(head)}"]
+    return [HttpConnection(port, f"/v2/models/{model}/infer", headers, head + raw) for _ in range(callers)]
 
 
+WARM_UP = 1.0
+"""Time before each measurement in which the callers already send requests, in seconds."""
 INPUTS = {"u": "image", "i": "tokens", "f": "features"}
 """The name of the input for each kind of number."""
 
