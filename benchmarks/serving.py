@@ -39,7 +39,7 @@ def main(
     stored = record.predictor(min(record.names))
     x = sample_of(stored)
     name = model or f"client-{stored.client}"
-    process, http_port, grpc_port = start("benchmarks.empty_service" if empty else "posy", run)
+    process, http_port, grpc_port = start(run, "benchmarks.empty_service" if empty else "posy")
     direct, results = [direct_rate(stored, x, seconds)], list[dict[str, Any]]()
     try:
         for count in map(int, callers.split(",")):
@@ -85,7 +85,7 @@ def cpu_seconds(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def start(module: str, run: str) -> tuple[subprocess.Popen[str], int, int]:
+def start(run: str, module: str = "posy") -> tuple[subprocess.Popen[str], int, int]:
     """Start a service, and return its process and its ports for HTTP and gRPC."""
     command = [sys.executable, "-m", module, "serve", run, "--http-port", "0", "--grpc-port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
