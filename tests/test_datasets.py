@@ -3,6 +3,7 @@
 import json
 import pickle
 import struct
+import urllib.request
 import zipfile
 from pathlib import Path
 
@@ -65,6 +66,7 @@ def test_a_failed_download_raises_the_same_error(name, tmp_path, monkeypatch):
     for variable in ("http_proxy", "https_proxy"):
         monkeypatch.setenv(variable, "http://127.0.0.1:9")  # a port without a listener
     monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setattr(urllib.request, "_opener", None)  # it keeps the proxies of the first download in the process
     with pytest.raises(DataError, match="not found") as error:
         load_dataset(DataSettings(dataset=name, download=True), tmp_path / "new", seed=0)
     assert "refused" in str(error.value)
