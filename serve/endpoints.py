@@ -92,9 +92,9 @@ class Endpoint(ABC):
         RequestError
             If the model's output for a sample is not a number.
         """
-        groups: dict[object, list[int]] = {}
+        reader, groups = next(iter(self._readers.values())), dict[object, list[int]]()
         for number, inputs in enumerate(batch):
-            groups.setdefault(_format_of(inputs) or number, []).append(number)
+            groups.setdefault(reader.joint_format(inputs) or number, []).append(number)
         answers: dict[int, dict[str, Array] | Exception] = {}
         for numbers in groups.values():
             answers |= zip(numbers, self._answer_together([batch[number] for number in numbers]), strict=True)
@@ -233,17 +233,6 @@ class ConfidenceEndpoint(Endpoint):
         first, second = output_specs(self.first.preprocessing)
         answer = {first.name: picked, second.name: self._named(picked.argmax(axis=1))}
         return {"client": self._client_names[chosen], **answer}
-
-
-def _format_of(inputs: Mapping[str, Array]) -> tuple[object, ...]:
-    """Return a key that requests share if their tensors can be joined, or an empty tuple for a separate request."""
-    arrays = inputs.values()
-    # A tensor of strings may have several axes, and each string is a sample.
-    if len({array.shape[:1] for array in arrays}) > 1 or any(
-        not array.ndim or (array.dtype == object and array.size > len(array)) for array in arrays
-    ):
-        return ()
-    return tuple((name, array.dtype, array.shape[1:]) for name, array in inputs.items())
 
 
 def client_spec(description: str) -> TensorSpec:

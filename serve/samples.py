@@ -80,6 +80,23 @@ class SampleReader:
             raise RequestError("inputs: a number is beyond the range of float32 after standardisation")
         return x
 
+    def joint_format(self, inputs: Mapping[str, Array]) -> tuple[object, ...]:
+        """Return a key that requests share if their tensors can be joined, or an empty tuple for a separate request."""
+        arrays = inputs.values()
+        if len({array.shape[:1] for array in arrays}) > 1 or any(map(self._is_separate, arrays)):
+            return ()
+        return tuple((name, array.dtype, array.shape[1:]) for name, array in inputs.items())
+
+    def _is_separate(self, array: Array) -> bool:
+        """Return whether a tensor must be read alone.
+
+        A tensor of strings may have several axes, and each string is a sample. The scale of floating-point pixels is
+        checked in each request.
+        """
+        if not array.ndim or (array.dtype == object and array.size > len(array)):
+            return True
+        return array.dtype.kind == "f" and self.preprocessing.sample_kind == "image"
+
     def _by_column(self, inputs: Mapping[str, Array]) -> tuple[TensorSpec, ...]:
         """Return the specification of each column if the request contains a table by columns, else an empty tuple."""
         p = self.preprocessing

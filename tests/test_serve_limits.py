@@ -327,6 +327,14 @@ def test_a_batch_answers_each_request_as_alone(record: Record) -> None:  # noqa:
                     np.testing.assert_allclose(answer[name], array, atol=1e-5)
 
 
+def test_the_scale_of_pixels_is_checked_in_each_request_of_a_batch(record: Record) -> None:  # noqa: F811
+    pixels = images(2).astype(np.float32)
+    for endpoint in load_endpoints(record).values():
+        good, wrong = endpoint.predict([{"image": pixels}, {"image": pixels / 255}])
+        assert isinstance(good, dict)
+        assert isinstance(wrong, RequestError) and "the model expects pixels from 0 to 255" in str(wrong)
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status", "text"),
     [
