@@ -1,6 +1,5 @@
 """Answer the queries of a service with the layers that a client keeps, so that these layers stay on the node."""
 
-import time
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -12,13 +11,11 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 
 from posy.client_app.none_fits import FILE_OF_CLIENT, Calibration
 from posy.client_app.places import models_folder
-from posy.client_app.policy import ANSWERS, PolicyError, Violation
+from posy.client_app.policy import ANSWERS, PolicyError, Violation, update_today
 from posy.client_app.stored import ClientModel
 from posy.data.policy import Policy
 from posy.flower import content_of, entries_of, record_in, record_of
-from posy.paths import absolute
 from posy.settings import SettingsError
-from posy.storage import exclusive, read_json, read_metadata, write_json
 from posy.strategies.run_settings import DISTANCES, EMBEDDINGS, MODEL_ROUND, PROBABILITIES, SIZES
 
 MOST_QUERIES = 4096
@@ -50,8 +47,7 @@ def answer_queries(message: Message, context: Context, policy: Policy | None) ->
     if min(sizes, default=0) < 1 or sum(sizes) != array.shape[1]:
         raise SettingsError(f"the message has embeddings {array.shape}, which do not have the sizes {sizes}")
     own, *of_clients = np.split(array, np.cumsum(sizes)[:-1], axis=1)
-    path = _model_path(config, context)
-    model = _stored(path, path.stat().st_mtime_ns)
+    model, path = _model_for(config, context)
     if policy is not None:
         _count_answers(policy, context.node_config, len(array))
     with torch.inference_mode():
@@ -63,24 +59,24 @@ def answer_queries(message: Message, context: Context, policy: Policy | None) ->
     return Message(content_of(arrays=record_of(replied), config=reply_config), reply_to=message)
 
 
-def _model_path(config: Mapping[str, Any], context: Context) -> Path:
-    """Return the file of the model that a query names, or raise :class:`SettingsError` if the node does not have it."""
+def _model_for(config: Mapping[str, Any], context: Context) -> tuple[ClientModel, Path]:
+    """Return the model that a query names and its file; raise :class:`SettingsError` if the node does not have it."""
     client, number = int(config["client"]), int(config[MODEL_ROUND])
     folder = models_folder(context.node_config, str(config["run"]))
     if folder is None:
         raise SettingsError("this node stores no models; set state-dir in its node config, and repeat the run")
     paths = [folder / f"{kind}-{client}.safetensors" for kind in ("served", "client")]
     path = next((path for path in paths if path.is_file()), None)
+    model = None if path is None else _stored(path, path.stat().st_mtime_ns)
     name = str(context.node_config.get("name", ""))
-    metadata = {} if path is None else read_metadata(path)
-    if path is None or (name and metadata["site"] not in ("", name)):
+    if path is None or model is None or (name and model.site not in ("", name)):
         raise SettingsError(f"this node has no model of client {client} in run {config['run']!r:.99}")
-    if metadata["round"] != str(number):
+    if model.round != number:
         raise SettingsError(
-            f"this node's model is of round {metadata['round']}, and the service needs round {number}; deliver the "
-            "final model with `posy run --superlink HOST:PORT resume=RUN`"
+            f"this node's model is of round {model.round}, and the service needs round {number}; deliver the final "
+            "model with `posy run --superlink HOST:PORT resume=RUN`"
         )
-    return path
+    return model, path
 
 
 @lru_cache(maxsize=8)
@@ -99,26 +95,14 @@ def _stored_calibration(path: Path, server_round: int, modified: int) -> Calibra
     return Calibration.read(path.parent, server_round, path.name)
 
 
-_answered: dict[str, int] = {}
-
-
 def _count_answers(policy: Policy, node_config: Mapping[str, Any], count: int) -> None:
-    """Add answers to today's answers (UTC). The count survives a restart if the node has a ``state-dir``."""
-    global _answered  # noqa: PLW0603 - the answers of a node without state-dir
-    folder = str(node_config.get("state-dir", ""))
-    if not folder:
-        _answered = _with_answers(policy, _answered, count)
-        return
-    file = absolute(folder) / ANSWERS
-    with exclusive(file.with_suffix(".lock")):
-        write_json(file, _with_answers(policy, read_json(file) if file.exists() else {}, count))
+    """Add answers to today's answers, or raise :class:`PolicyError` if there are too many."""
 
+    def with_answers(answers: int) -> int:
+        limit = policy.max_answers_per_day
+        if answers + count > limit:
+            reason = f"the site answers {limit} queries per day (UTC)" if limit else "the site answers no queries"
+            raise PolicyError(Violation("max-answers-per-day", reason))
+        return answers + count
 
-def _with_answers(policy: Policy, answers_by_day: Mapping[str, int], count: int) -> dict[str, int]:
-    """Return today's number of answers, keyed by day; raise :class:`PolicyError` if there are too many."""
-    limit, today = policy.max_answers_per_day, time.strftime("%Y-%m-%d", time.gmtime())
-    total = answers_by_day.get(today, 0) + count
-    if total > limit:
-        reason = f"the site answers {limit} queries per day (UTC)" if limit else "the site answers no queries"
-        raise PolicyError(Violation("max-answers-per-day", reason))
-    return {today: total}
+    update_today(node_config, ANSWERS, 0, with_answers)

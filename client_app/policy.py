@@ -8,7 +8,7 @@ from functools import lru_cache, wraps
 from hashlib import blake2b, sha256
 from logging import ERROR
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from flwr.app import ConfigRecord, Context, Message
 from flwr.common.logger import log
@@ -35,6 +35,7 @@ from posy.strategies.replies import SCORES
 from posy.strategies.run_settings import AUTO, RunSettings, TrainSettings
 from posy.strategies.settings import Settings
 
+T = TypeVar("T")
 POLICY = "policy"
 """The key of the node config that names the policy file."""
 DIGITS = 2
@@ -365,28 +366,49 @@ def shareable(violation: Violation, policy: Policy, chosen: NodeSettings) -> Vio
     return Violation(violation.rule, f"with {', '.join(quoted_keys)} in the node config")
 
 
-_begun: dict[str, list[int]] = {}
-
-
 def _count_run(policy: Policy, node_config: Mapping[str, Any], run_id: int) -> None:
-    """Add a run to today's runs (UTC). The count survives a restart if the node has a ``state-dir``."""
-    global _begun  # noqa: PLW0603 - the runs of a node without state-dir
+    """Add a run to today's runs, or raise :class:`PolicyError` if there are too many."""
+
+    def with_run(runs: list[int]) -> list[int]:
+        if run_id in runs:
+            return runs
+        if len(runs) >= policy.max_runs_per_day:
+            reason = f"{len(runs)} runs have begun today; try again tomorrow (UTC)"
+            raise PolicyError(Violation("max-runs-per-day", reason))
+        return [*runs, run_id]
+
+    update_today(node_config, RUNS, list[int](), with_run)
+
+
+_kept: dict[str, dict[str, Any]] = {}
+
+
+def update_today(node_config: Mapping[str, Any], file: str, first: T, updated: Callable[[T], T]) -> None:
+    """Replace today's value (UTC) in a file of a node's ``state-dir``. Without ``state-dir``, keep it in memory.
+
+    Parameters
+    ----------
+    node_config : mapping
+        The node's config.
+    file : str
+        The name of the file.
+    first : object
+        The value at the start of a day.
+    updated : callable
+        Returns the new value, given the present one.
+    """
+
+    def of_today(by_day: Mapping[str, T]) -> dict[str, T]:
+        today = time.strftime("%Y-%m-%d", time.gmtime())
+        return {today: updated(by_day.get(today, first))}
+
     folder = str(node_config.get("state-dir", ""))
     if not folder:
-        _begun = _with_run(policy, _begun, run_id)
+        _kept[file] = of_today(_kept.get(file, {}))
         return
-    file = absolute(folder) / RUNS
-    with exclusive(file.with_suffix(".lock")):
-        write_json(file, _with_run(policy, read_json(file) if file.exists() else {}, run_id))
-
-
-def _with_run(policy: Policy, runs_by_day: Mapping[str, list[int]], run_id: int) -> dict[str, list[int]]:
-    """Return today's runs including this one, keyed by day. Raise :class:`PolicyError` if there are too many."""
-    today = time.strftime("%Y-%m-%d", time.gmtime())
-    runs = runs_by_day.get(today, [])
-    if run_id not in runs and len(runs) >= policy.max_runs_per_day:
-        raise PolicyError(Violation("max-runs-per-day", f"{len(runs)} runs have begun today; try again tomorrow (UTC)"))
-    return {today: [*runs, *([] if run_id in runs else [run_id])]}
+    path = absolute(folder) / file
+    with exclusive(path.with_suffix(".lock")):
+        write_json(path, of_today(read_json(path) if path.exists() else {}))
 
 
 def is_run_folder(name: str) -> bool:
