@@ -4,7 +4,7 @@
 """
 
 import asyncio
-from collections.abc import AsyncIterable, Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 import grpc
@@ -30,11 +30,10 @@ async def answer_http(
     await send({"type": "http.response.body", "body": ANSWER})
 
 
-async def answer_grpc(messages: AsyncIterable[bytes], context: grpc.aio.ServicerContext) -> bytes:
+async def answer_grpc(_: object, context: grpc.aio.ServicerContext) -> bytes:
     """Receive a message over gRPC, and return the response."""
-    async for _ in messages:
-        return ANSWER
-    raise ValueError("the request has no message")
+    await context.read()
+    return ANSWER
 
 
 async def main() -> None:

@@ -70,9 +70,10 @@ class Gate:
     """
 
     def __init__(self, limits: Limits, tokens: Sequence[str], meters: Meters) -> None:
-        self.limits, self._meters = limits, meters
+        self.limits = limits
         self._tokens = [token.encode() for token in tokens]
         self._active = self._pending = 0
+        meters.watch_active(lambda: self._active)
         self._allowances: OrderedDict[str, tuple[float, float]] = OrderedDict()  # requests and time, keyed by caller
 
     def check_origin(self, origin: str) -> None:
@@ -100,12 +101,10 @@ class Gate:
         if self._active >= self.limits.concurrency:
             raise OverloadedError(f"the service is answering {self._active} requests; try again later")
         self._active += 1
-        self._meters.set_active(self._active)
         try:
             yield
         finally:
             self._active -= 1
-            self._meters.set_active(self._active)
 
     @contextmanager
     def receiving(self) -> Iterator[Callable[[int], None]]:

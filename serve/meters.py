@@ -1,6 +1,7 @@
 """Count requests and measure their times, for Prometheus."""
 
 from collections.abc import Callable
+from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -30,19 +31,23 @@ class Meters:
             "posy_reloads", "Times that the models were loaded again", ["result"], registry=registry
         )
         self._waiting = Gauge("posy_waiting_requests", "Requests that wait for a model", registry=registry)
+        # The library's lookup by label takes longer than counting.
+        self._of_result = cache(self._requests.labels)
+        self._of_model = cache(lambda model: (self._seconds.labels(model), self._samples.labels(model)))
 
     def answered(self, model: str, seconds: float, samples: int) -> None:
         """Record an answered request."""
-        self._seconds.labels(model).observe(seconds)
-        self._samples.labels(model).inc(samples)
+        times, counter = self._of_model(model)
+        times.observe(seconds)
+        counter.inc(samples)
 
     def ended(self, transport: str, result: str) -> None:
         """Record the end of a request with its result: ``ok``, or the name of a status."""
-        self._requests.labels(transport, result).inc()
+        self._of_result(transport, result).inc()
 
-    def set_active(self, count: int) -> None:
-        """Record the number of requests that the service is answering."""
-        self._active.set(count)
+    def watch_active(self, count: Callable[[], int]) -> None:
+        """Measure the number of requests that the service is answering with a function."""
+        self._active.set_function(count)
 
     def watch_waiting(self, count: Callable[[], int]) -> None:
         """Measure the number of requests that wait for a model with a function."""

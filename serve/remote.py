@@ -1,7 +1,7 @@
 """The Open Inference Protocol over gRPC."""
 
 import asyncio
-from collections.abc import AsyncIterable, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from typing import Any
 from urllib.parse import unquote
@@ -75,11 +75,11 @@ class Remote:
             },
         )
 
-    def _guarded(self, name: str, answer: Answer) -> Callable[[Any, Any], Awaitable[Any]]:
+    def _guarded(self, name: str, answer: Answer) -> Callable[[object, Any], Awaitable[Any]]:
         """Return a method that checks the token and the limits, and turns errors into statuses."""
         infers, parse = name == "ModelInfer", MESSAGES[f"{name}Request"].FromString
 
-        async def guarded(messages: AsyncIterable[bytes], context: Any) -> Any:
+        async def guarded(_: object, context: Any) -> Any:
             result = "cancelled"
             try:
                 if name not in OPEN:
@@ -87,7 +87,7 @@ class Remote:
                     self.gate.check_token(str(metadata.get("authorization", "")))
                     self.gate.check_rate(_caller(context))
                 with self.gate.receiving() as count:
-                    request = parse(await self._message(messages, count))
+                    request = parse(await self._message(context, count))
                     with self.gate.admitted() if infers else nullcontext():
                         response = await answer(request)
                 result = "ok"
@@ -102,16 +102,17 @@ class Remote:
 
         return guarded
 
-    async def _message(self, messages: AsyncIterable[bytes], count: Callable[[int], None]) -> bytes:
+    async def _message(self, context: Any, count: Callable[[int], None]) -> bytes:
         """Return the message of a request, and count its bytes."""
         try:
             async with asyncio.timeout(self.gate.limits.receive_seconds):
-                async for message in messages:
-                    count(len(message))
-                    return message
+                message = await context.read()
         except TimeoutError as error:
             raise TooSlowError("the request did not arrive in time") from error
-        raise RequestError("the request has no message")
+        if not isinstance(message, bytes):  # the end of the stream
+            raise RequestError("the request has no message")
+        count(len(message))
+        return message
 
     async def server_live(self, request: Any) -> Any:
         """Report that the process answers."""
