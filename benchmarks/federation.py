@@ -26,7 +26,6 @@ Targets:
 import contextlib
 import io
 import json
-import os
 import socket
 import statistics
 import subprocess
@@ -40,7 +39,7 @@ from typing import Any
 import typer
 
 from benchmarks.local_federation import Deployment
-from benchmarks.measure import machine
+from benchmarks.measure import cpu_of_process, machine
 from posy.commands.launch import run_in_process
 from posy.forked import cores
 
@@ -183,7 +182,7 @@ def growth(deployment: Deployment, nodes: int, rounds: int) -> dict[str, Any]:
     memory, cpu_spent = {}, {}
     for number in (SETTLED_ROUND, rounds):
         wait_for_round(deployment, process, "memory", number)
-        memory[number], cpu_spent[number] = resident(deployment), cpu(deployment.superlink())
+        memory[number], cpu_spent[number] = resident(deployment), cpu_of_process(deployment.superlink())
     process.wait()
     first, last = memory[SETTLED_ROUND], memory[rounds]
     percent = {name: round(100 * (last[name] / first[name] - 1), 2) for name in first}
@@ -220,17 +219,11 @@ def wait_for_round(deployment: Deployment, process: "subprocess.Popen[bytes]", r
 def cpu_seconds(deployment: Deployment) -> dict[str, float]:
     """Return the CPU seconds used so far by the SuperLink, the ServerApp, the nodes (without workers) and workers."""
     return {
-        "superlink": cpu(deployment.superlink()),
-        "server-app": cpu(deployment.server()),
-        "nodes": sum(map(cpu, deployment.forked("node").values())),
-        "workers": sum(map(cpu, deployment.forked("worker").values())),
+        "superlink": cpu_of_process(deployment.superlink()),
+        "server-app": cpu_of_process(deployment.server()),
+        "nodes": sum(map(cpu_of_process, deployment.forked("node").values())),
+        "workers": sum(map(cpu_of_process, deployment.forked("worker").values())),
     }
-
-
-def cpu(process: int) -> float:
-    """Return the CPU seconds of a process, in user and system mode together."""
-    fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def resident(deployment: Deployment) -> dict[str, float]:

@@ -57,6 +57,12 @@ BARE_SECONDS = 1.0
 """Minimum duration of a measurement in seconds. The bare loop repeats passes over the data for at least this long."""
 
 
+def cpu_of_process(process: int) -> float:
+    """Return the CPU seconds of a process and its threads, in user and system mode together."""
+    fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def machine() -> dict[str, Any]:
     """Return the processor, cores, accelerator, versions, load and date."""
     return {

@@ -7,12 +7,10 @@ before and after each measurement. ``--empty`` measures the libraries without a 
 """
 
 import json
-import os
 import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -20,7 +18,7 @@ import torch
 import typer
 
 from benchmarks.callers import STREAMS_PER_CONNECTION, Connection, GrpcConnection, HttpConnection, measure
-from benchmarks.measure import machine
+from benchmarks.measure import cpu_of_process, machine
 from posy.client_app.stored import ClientModel
 from posy.serve.messages import MESSAGES, SERVICE
 from posy.serve.tensors import Array, datatype_of
@@ -44,9 +42,9 @@ def main(
     try:
         for count in map(int, callers.split(",")):
             for transport, port in (("grpc", grpc_port), ("rest", http_port)):
-                cpu = cpu_seconds(process.pid)
+                cpu = cpu_of_process(process.pid)
                 times = measure(connect(transport, port, name, x, count), seconds, WARM_UP)
-                cpu = (cpu_seconds(process.pid) - cpu) * seconds / (seconds + WARM_UP)
+                cpu = (cpu_of_process(process.pid) - cpu) * seconds / (seconds + WARM_UP)
                 direct.append(direct_rate(stored, x, seconds))
                 result = {"transport": transport, "callers": count, **summary(times, seconds)}
                 result["of direct"] = round(result["requests/s"] / statistics.mean(direct[-2:]), 2)
@@ -77,12 +75,6 @@ def direct_rate(model: ClientModel, x: Array, seconds: float) -> float:
         model.predict(x[0])
         calls += 1
     return round(calls / seconds, 1)
-
-
-def cpu_seconds(process: int) -> float:
-    """Return the processor time of a process and of its threads."""
-    fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def start(run: str, module: str = "posy") -> tuple[subprocess.Popen[str], int, int]:

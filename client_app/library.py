@@ -49,6 +49,11 @@ class StoredModel:
     num_test: int
     time: float
 
+    @property
+    def name(self) -> str:
+        """The site's name, or else the client's number."""
+        return self.site or str(self.client)
+
     @classmethod
     def read(cls, path: Path) -> "StoredModel":
         """Read a file's metadata, or raise :class:`DamagedFileError`."""
@@ -237,7 +242,7 @@ class Library:
 
     def is_current(self, run: RunFolder) -> bool:
         """Return whether a run has the current model of any client."""
-        return any(self.current(model.site or str(model.client)) is run for model in run.stored.values())
+        return any(self.current(model.name) is run for model in run.stored.values())
 
     def find(self, word: str) -> RunFolder:
         """Return the run whose folder has this name, with or without the id at its end.
@@ -281,7 +286,7 @@ def as_dict(library: Library, run: RunFolder, model: StoredModel) -> dict[str, A
         "scores": model.scores,
         "num-test": model.num_test,
         "size": run.size,
-        "current": library.current(model.site or str(model.client)) is run,
+        "current": library.current(model.name) is run,
         "pinned": library.pinned == run.name,
         "path": str(model.path),
     }

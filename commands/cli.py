@@ -446,7 +446,7 @@ def serve_models(
     the node of the chosen client computes the rest, so it receives embeddings instead of samples.
     """
     try:
-        from posy.commands.serve import read_tokens, serve  # noqa: PLC0415 - imports PyTorch
+        from posy.commands.serve import read_tokens, serve, serving  # noqa: PLC0415 - imports PyTorch
         from posy.serve.limits import Limits  # noqa: PLC0415
         from posy.serve.server import Credentials, Options  # noqa: PLC0415
     except ModuleNotFoundError as error:
@@ -456,7 +456,7 @@ def serve_models(
     limits = Limits(int(max_megabytes * 1e6), rate, concurrency)
     options = Options(host, http_port, grpc_port, credentials, limits, reload, drain)
     endpoint = None if superlink is None else connection(superlink, root_certificates, insecure)
-    serve(run, options, endpoint, answer_seconds, site=site)
+    serve(serving(run, options, endpoint, answer_seconds, site=site))
     return 0
 
 

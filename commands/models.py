@@ -47,7 +47,7 @@ def _rows(library: Library, run: RunFolder) -> list[tuple[str, ...]]:
 
 def _row(library: Library, run: RunFolder, model: StoredModel, notes: Sequence[str]) -> tuple[str, ...]:
     score = model.scores.get(model.metric.name)
-    is_current = library.current(model.site or str(model.client)) is run
+    is_current = library.current(model.name) is run
     marks = [*(["current"] if is_current else []), *(["pinned"] if library.pinned == run.name else [])]
     return (
         run.name,

@@ -14,28 +14,22 @@ from posy.commands.deploy.control import control
 from posy.commands.launch import Connection
 from posy.serve.endpoints import Endpoint
 from posy.serve.federation import Link
+from posy.serve.repository import signature_of
 from posy.serve.run_models import load_endpoints, load_router
 from posy.serve.server import ModelServer, Options
 from posy.server_app.record import Record
 from posy.settings import SettingsError
 
 
-def serve(
-    run: str,
-    options: Options,
-    superlink: Connection | None = None,
-    answer_seconds: float = 10.0,
-    *,
-    site: bool = False,
-) -> None:
-    """Serve the models of a run until SIGINT or SIGTERM arrives; see :func:`serving`."""
+def serve(server: ModelServer) -> None:
+    """Run a service until SIGINT or SIGTERM arrives."""
     # With Python's thresholds, the search for circular references takes a fifth of the time of a small request.
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # each connection is an open file
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
-        runner.run(serving(run, options, superlink, answer_seconds, site=site).run())
+        runner.run(server.run())
 
 
 def serving(
@@ -67,8 +61,7 @@ def serving(
         return load_endpoints(record) if link is None else load_router(record, link)
 
     def signature() -> object:
-        states = [(path, path.stat()) for path in _files(Record.find(run))]
-        return [(str(path), state.st_ino, state.st_mtime_ns, state.st_size) for path, state in states]
+        return signature_of(_files(Record.find(run)))
 
     server = ModelServer(load, signature, options, *([] if link is None else [link.running]))
     credentials = options.credentials

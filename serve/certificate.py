@@ -7,6 +7,8 @@ from pathlib import Path
 import grpc
 from flwr.common.logger import log
 
+from posy.serve.repository import signature_of
+
 
 class Certificate:
     """The certificate of a service and its key.
@@ -28,8 +30,7 @@ class Certificate:
 
     def signature(self) -> object:
         """Return a value that changes with the files."""
-        states = [path.stat() for path in self._paths]
-        return [(state.st_ino, state.st_mtime_ns, state.st_size) for state in states]
+        return signature_of(self._paths)
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
         """Return the credentials of a gRPC server, whose new connections use the newest certificate."""

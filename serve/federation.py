@@ -18,7 +18,7 @@ from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from flwr.common.logger import log
 from torch import Tensor
 
-from posy.client_app.schema import TensorSpec
+from posy.client_app.schema import TensorSpec, output_specs
 from posy.client_app.stored import ClientModel
 from posy.flower import content_of, decoded, entries_of, record_in, record_of, with_entries
 from posy.serve.endpoints import Endpoint
@@ -71,8 +71,6 @@ class Link:
         self._awaited: dict[int, asyncio.Future[Floats]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._readers: set[asyncio.Task[None]] = set()
-        self.present: tuple[int, ...] = ()
-        """The clients whose nodes are connected."""
         self._queues: dict[_Key, list[tuple[Floats, asyncio.Future[Floats]]]] = defaultdict(list)
         self._senders: dict[_Key, asyncio.Task[None]] = {}
 
@@ -179,7 +177,7 @@ class Link:
         """Pass an answer on."""
         config = entries_of(record_in(content, "config", ConfigRecord))
         if PRESENT in config:
-            self._note_present(config[PRESENT])
+            log(INFO, "%s clients can answer queries", len(config[PRESENT]))
             return
         reply = self._awaited.get(int(config["number"]))
         if reply is None or reply.done():
@@ -192,18 +190,12 @@ class Link:
             distances = arrays.get(DISTANCES, np.full(len(probabilities), np.nan, np.float32))
             reply.set_result(np.column_stack([probabilities, distances]))
 
-    def _note_present(self, clients: Sequence[int]) -> None:
-        """Note the clients whose nodes are connected."""
-        self.present = tuple(clients)
-        log(INFO, "%s clients can answer queries", len(clients))
-
     def _disconnect(self, reason: str) -> None:
         """Close the connection to the run, if there is one."""
         if self._writer is None:
             return
         self._writer.close()
         self._writer = None
-        self._note_present(())
         _fail(self._awaited.values(), AwayError(reason))
 
     async def _keep(self, path: Path, ended: Callable[[], str] | None) -> None:
@@ -287,7 +279,7 @@ class FederationRouter(Endpoint):
         probabilities, distances = answers[:, :-1], answers[:, -1]
         names = self._ranking.names
         skipped = [b",".join(names[row[:rank]]) for row, rank in zip(order, ranks, strict=True)]
-        probability_spec, class_spec = self.outputs[1:3]
+        probability_spec, class_spec = output_specs(self.first.preprocessing)
         return {
             "client": names[order[np.arange(len(order)), ranks]],
             probability_spec.name: probabilities,

@@ -1,9 +1,10 @@
 """The models in service: loading, replacing and unloading without a failed request."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from logging import INFO, WARNING
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -129,6 +130,12 @@ class Repository:
 
     def _entry(self, endpoint: Endpoint) -> Entry:
         return Entry(endpoint, Batcher(endpoint.predict, self._executor))
+
+
+def signature_of(paths: Iterable[Path]) -> object:
+    """Return a value that changes with the given files."""
+    states = [(path, path.stat()) for path in paths]
+    return [(path, state.st_ino, state.st_mtime_ns, state.st_size) for path, state in states]
 
 
 async def follow(

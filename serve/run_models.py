@@ -14,10 +14,9 @@ from posy.serve.endpoints import ClientEndpoint, ConfidenceEndpoint, Endpoint, E
 from posy.serve.federation import FederationRouter, Link
 from posy.serve.router import Ranking, RouterEndpoint
 from posy.server_app.record import Record
-from posy.server_app.routing import candidates_of, router_of, voters_of
+from posy.server_app.routing import candidates_of, router_of, settings_of, voters_of
 from posy.settings import SettingsError
 from posy.storage import is_locked, read_metadata
-from posy.strategies.registry import read_settings
 
 SERVED, ENSEMBLE, ROUTER, VOTE, CONFIDENCE = "served", "ensemble", "router", "majority-vote", "confidence"
 """Names of the models that combine clients. A client with such a name is offered as ``client-N``."""
@@ -41,7 +40,7 @@ def load_endpoints(record: Record) -> dict[str, Endpoint]:
         return _site_endpoints(record.library)
     run = record.name
     recorded = _last_round(record)  # before the models, which the run may replace meanwhile
-    if not any(record.models.glob("client-*.safetensors")) and _routes(record):
+    if not any(record.models.glob("client-*.safetensors")) and settings_of(record).method.routes:
         raise SettingsError(
             f"{record.path} has no clients' models; if they are on the nodes of a federation, add --superlink "
             "HOST:PORT so that the nodes answer"
@@ -95,7 +94,7 @@ def load_router(record: Record, link: Link) -> dict[str, Endpoint]:
     DamagedFileError
         If a file cannot be read.
     """
-    if not _routes(record):
+    if not settings_of(record).method.routes:
         raise SettingsError(
             f"{record.path}: method = {record.settings['method']!r} does not route queries to clients, so nodes cannot "
             "answer them; use method = 'feddrm', or serve the models at the sites"
@@ -105,11 +104,6 @@ def load_router(record: Record, link: Link) -> dict[str, Endpoint]:
     sites = dict(enumerate(record.summary.get("sites", ())))
     names = {client: sites.get(client) or f"client-{client}" for client in sorted(candidates)}
     return {ROUTER: FederationRouter(model, record.name, Ranking(names, priors), link)}
-
-
-def _routes(record: Record) -> bool:
-    """Return whether a run's method routes queries to clients."""
-    return read_settings({}, str(record.path), record.settings).method.routes
 
 
 def _site_endpoints(library: Library) -> dict[str, Endpoint]:

@@ -66,11 +66,6 @@ class Federation:
         return self._members.hosted
 
     @property
-    def num_clients(self) -> int:
-        """The number of clients of the run, M."""
-        return self._num_clients
-
-    @property
     def owners(self) -> dict[int, str]:
         """The name that owns each client, except for clients of unnamed nodes."""
         return self._members.owners

@@ -29,7 +29,7 @@ SHOWN = 10
 
 def _without_model(folder: Path, runs: list[RunFolder], client: str) -> str:
     """Return the error message for a node's folder whose runs have no model of a client."""
-    sites = sorted({model.site or str(model.client) for run in runs for model in run.stored.values()})
+    sites = sorted({model.name for run in runs for model in run.stored.values()})
     if sites:
         return f"client {client!r}: {folder} has the models of {', '.join(sites)}"
     return (

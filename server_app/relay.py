@@ -106,7 +106,8 @@ class Relay:
                 self._looked = time.monotonic()
                 if (clients := sorted(self._federation.clients)) != present:
                     present = clients
-                    log(INFO, "%s of %s clients can answer queries", len(present), self._federation.num_clients)
+                    num_clients = self._federation.settings.data.num_clients
+                    log(INFO, "%s of %s clients can answer queries", len(present), num_clients)
                     self._send_to_service(RecordDict({"config": ConfigRecord({PRESENT: present})}))
             self._send()
             self._read()

@@ -107,7 +107,7 @@ def router_of(record: StoredRun) -> ClientModel:
     SettingsError
         If neither exists, the clients do not predict classes, or each client has its own scale.
     """
-    settings = _settings_of(record)
+    settings = settings_of(record)
     served = {path: int(read_metadata(path)["round"]) for path in record.models.glob("served-*.safetensors")}
     if settings.method.routes and not served and (record.models / SERVER).is_file():
         model = _server_model(record, settings)
@@ -130,7 +130,8 @@ def route(record: StoredRun, samples: Sequence[Any]) -> list[Answer]:
     return _routed(record, router, samples) if router.settings.method.routes else _voted(record, router, samples)
 
 
-def _settings_of(record: StoredRun) -> Settings:
+def settings_of(record: StoredRun) -> Settings:
+    """Return the settings of a run."""
     return read_settings({}, str(record.path), record.settings)
 
 
