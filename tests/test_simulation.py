@@ -104,6 +104,7 @@ def settings(folder: Path, method: str, name: str, **more: Any) -> dict[str, Any
         "stack": "loop",
         "output-dir": str(folder),
         "run-name": name,
+        "join-timeout": 2 * TIMEOUT,  # on a busy machine, Ray's first worker has taken more than 5 minutes to start
     }
     if method == "ppfe":
         config |= {"ppfe-stages": 2}
