@@ -1,7 +1,7 @@
 """Run three sites, one with a damaged image and one that is killed and restarted, and document the output.
 
 ``python -m benchmarks.three_sites`` starts a SuperLink and three SuperNodes with TLS and node authentication on this
-machine. It submits a run, and writes the output of the commands into docs/three-sites.md.
+machine. It submits a run, and writes the output of the commands into docs/deploy/three-sites.md.
 """
 
 import re
@@ -107,10 +107,10 @@ def page(outputs: list[tuple[str, str]], folder: Path) -> str:
 
 
 def main() -> None:
-    """Run the three sites and write docs/three-sites.md."""
+    """Run the three sites and write docs/deploy/three-sites.md."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="posy-sites-", ignore_cleanup_errors=True) as folder:
-        Path("docs/three-sites.md").write_text(page(transcript(Path(folder)), Path(folder)), encoding="utf-8")
+        Path("docs/deploy/three-sites.md").write_text(page(transcript(Path(folder)), Path(folder)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -79,13 +79,13 @@ def methods() -> str:
     columns, *rows = described(METHODS)
     for method, row in zip(METHODS, rows, strict=True):
         if card_of(method):
-            row[1] = f"[{row[1]}](methods/{method}.md)"
+            row[1] = f"[{row[1]}](../methods/{method}.md)"
         row.append(", ".join(supported_tasks(settings_class(method))))
     columns.append("tasks")
     return (
         f"{table(columns, rows)}\n\nA method's page states its equations, messages, state, settings with their "
-        "sources, and deviations from the paper.\n[Checks against published programs](methods/README.md) lists the "
-        "programs and the largest differences from Posy."
+        "sources, and deviations from the paper.\n[Checks against published programs](../benchmarks/agreement.md) lists "
+        "the programs and the largest differences from Posy."
     )
 
 
@@ -131,14 +131,14 @@ def method_pages() -> dict[Path, str]:
     """Return the contents of the pages in docs/methods: the checks, and a page for each method with a card."""
     cards = {method: card for method in METHODS if (card := card_of(method))}
     pages = {PAGES / f"{method}.md": method_page(method, card) for method, card in cards.items()}
-    return {PAGES / "README.md": program_checks(cards), **pages}
+    return {ROOT / "docs" / "benchmarks" / "agreement.md": program_checks(cards), **pages}
 
 
 def program_checks(cards: Mapping[str, MethodCard]) -> str:
     """Return the page with the largest difference between each method and its published program."""
     rows, missing = [], []
     for method, card in cards.items():
-        link = f"[`{method}`]({method}.md)"
+        link = f"[`{method}`](../methods/{method}.md)"
         if (program := card.program) is None:
             missing.append([link, card.no_program])
             continue
@@ -177,7 +177,7 @@ def method_page(method: str, card: MethodCard) -> str:
         "State": state(card),
         "Settings": own_settings(method, cls),
         "Model scored": f"{card.scored}\n\nTables and `posy tune` use the *{cls.point}* models "
-        "([two accuracies](../methods.md#two-accuracies)).",
+        "([two accuracies](../reference/methods.md#two-accuracies)).",
         "Deviations": bullets(card.deviations) or "There are no known deviations.",
         "Unsupported settings": refused(cls),
         "Check against the published program": checked_with(method, card),
@@ -185,12 +185,19 @@ def method_page(method: str, card: MethodCard) -> str:
     if warned := warns(cls):
         sections["Unsupported settings"] += f"\n\n{warned}"
     parts = ["<!-- Written by `python docs/generate.py`. -->", f"# {title}", idea[:1].upper() + idea[1:], *paragraphs]
-    parts.append(f"Select this method with `method={method}`. The code is in {code}. [All methods](../methods.md)")
+    parts.append(f"Select this method with `method={method}`. The code is in {code}.")
+    parts[-1] += " [All methods](../reference/methods.md)"
     if (ROOT / "docs" / "papers" / f"{method}.md").is_file():
         parts[-1] += f" · [the paper's experiments](../papers/{method}.md)"
     for heading, text in sections.items():
-        parts += [f"## {heading}", re.sub(r"(?<!/)\bdocs/([\w-]+)\.md", r"[docs/\1.md](../\1.md)", text)]
+        parts += [f"## {heading}", re.sub(r"(?<!/)\bdocs/([\w/-]+)\.md", linked, text)]
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def linked(mention: re.Match[str]) -> str:
+    """Return a link to a page of docs/, with the title of the page."""
+    title = (ROOT / "docs" / f"{mention[1]}.md").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+    return f"[{title}](../{mention[1]}.md)"
 
 
 def markdown(docstring: str) -> str:
@@ -250,12 +257,12 @@ def messages(card: MethodCard, cls: type[MethodSettings]) -> str:
     if card.sent or card.returned:
         parts.append(
             "d is the number of parameters, M the number of clients, and C the number of classes. "
-            "[privacy.md](../privacy.md) lists the values that every reply contains."
+            "[Privacy](../deploy/privacy.md) lists the values that every reply contains."
         )
     if names := [name for name, refusal in supported.items() if refusal is None]:
         parts.append(f"The messages support {_listed(names)}.")
     if cls.robust is None:
-        page = "../runs.md#clients-that-send-wrong-models"
+        page = "../how-to/runs.md#clients-that-send-wrong-models"
         parts.append(f"A [robust rule]({page}) (`robust`) can replace the server's mean.")
     return "\n\n".join(parts)
 
@@ -284,7 +291,7 @@ def own_settings(method: str, cls: type[MethodSettings]) -> str:
         allowed = declared.allowed().replace(f" and <= {MOST}", "")
         rows.append([f"`{key}`", f"`{toml(declared.default)}`", allowed, meaning, declared.source])
     if not rows:
-        return "The method has only the [shared settings](../settings.md)."
+        return "The method has only the [shared settings](../reference/settings.md)."
     return table(["key", "default", "allowed", "meaning", "source of the default"], rows)
 
 
@@ -599,7 +606,7 @@ GENERATED = {make.__name__: make for make in MAKERS}
 def stale() -> dict[Path, str | None]:
     """Return the stale files, each with its new content, or with None if the file should not exist."""
     contents: dict[Path, str | None] = {}
-    for path in (ROOT / "pyproject.toml", ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for path in (ROOT / "pyproject.toml", ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         text = path.read_text(encoding="utf-8")
         wanted = MARKED.sub(lambda mark: f"{mark[1]}{GENERATED[mark[2]]()}\n{mark[3]}", text)
         if wanted != text:

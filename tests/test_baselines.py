@@ -312,9 +312,9 @@ def test_local_clients_share_only_the_initial_model(make_config, federate):
 
 
 def test_error_for_too_many_personal_layers_names_the_setting(tmp_path, monkeypatch, make_strategy):
-    """Use FedMine of docs/own.md with the mlp, which has three layers."""
+    """Use FedMine of docs/how-to/custom-code.md with the mlp, which has three layers."""
     monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parents[1] / "docs/own.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs/how-to/custom-code.md").read_text(encoding="utf-8")
     (tmp_path / "mine.py").write_text(page.split("```python\n")[1].split("```")[0], encoding="utf-8")
     with pytest.raises(SettingsError) as raised:
         make_strategy("mine:FedMine", model="mlp", fedmine_layers=7)

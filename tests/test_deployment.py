@@ -184,7 +184,7 @@ def test_a_single_key_names_its_node(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_the_federation_page_lists_every_node_config_key() -> None:
-    page = (Path(__file__).parents[1] / "docs/federation.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs/deploy/federation.md").read_text(encoding="utf-8")
     rows = [
         line.split("|")[1] for line in page.partition("| node config |")[2].splitlines()[2:] if line.startswith("| `")
     ]

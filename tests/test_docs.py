@@ -15,8 +15,7 @@ from posy.strategies.methods import METHODS
 
 ROOT = Path(__file__).resolve().parent.parent
 NODE_CONFIG = {"partition-id", "num-partitions", "state-dir", "skip-unreadable", "signing-key", "trusted-keys"}
-PAGES = [ROOT / "README.md", ROOT / "benchmarks/results/README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES += sorted((ROOT / "docs" / "methods").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "benchmarks/results/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 README = PAGES[0].read_text(encoding="utf-8")
 
 
@@ -30,7 +29,7 @@ def test_the_readme_is_short() -> None:
     assert max(len(line) for line in lines if not line.startswith(("|", "```"))) <= 120
 
 
-CUSTOM_PAGE = (ROOT / "docs/own.md").read_text(encoding="utf-8")
+CUSTOM_PAGE = (ROOT / "docs/how-to/custom-code.md").read_text(encoding="utf-8")
 
 
 def run_from(folder: Path, *words: str) -> dict[str, Any]:
@@ -102,7 +101,7 @@ def test_the_example_of_a_table_describes_sixty_cells() -> None:
     from posy.commands.table import plan_of
     from posy.yaml12 import parse
 
-    text = (ROOT / "docs/runs.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/how-to/runs.md").read_text(encoding="utf-8")
     (example,) = (block for block in re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL) if "seeds:" in block)
     plan = plan_of(parse(example), Path("table.yaml"), {})
     assert len({(c.variant, c.row, c.seed, c.fold) for c in plan.cells}) == len(plan.cells) == 60
@@ -125,7 +124,7 @@ def test_every_method_has_a_summary() -> None:
 def test_the_privacy_page_lists_every_method() -> None:
     from posy.strategies.methods import METHODS
 
-    text = (ROOT / "docs/privacy.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/deploy/privacy.md").read_text(encoding="utf-8")
     rows = [re.findall(r"`([\w-]+)`", line.split("|")[1]) for line in text.splitlines() if line.startswith("| `")]
     listed = [method for row in rows for method in row if not method.startswith("secure-")]
     assert sorted(listed) == sorted(METHODS)
@@ -135,7 +134,7 @@ def test_the_privacy_page_lists_methods_that_support_noise() -> None:
     from posy.strategies.arrays import ALLOWED
     from posy.strategies.methods import METHODS, settings_class
 
-    text = (ROOT / "docs/privacy.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/deploy/privacy.md").read_text(encoding="utf-8")
     supports_noise = {}
     for line in text.splitlines():
         if len(columns := line.split("|")) == 6 and line.startswith("| `"):

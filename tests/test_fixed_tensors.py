@@ -395,7 +395,7 @@ def test_fixed_tensors_may_be_tied() -> None:
 
 
 def test_the_documented_adapter_runs() -> None:
-    page = (Path(__file__).parents[1] / "docs/own.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs/how-to/custom-code.md").read_text(encoding="utf-8")
     (code,) = (block for block in page.split("```python\n") if block.startswith("# mylora.py"))
     Path("mylora.py").write_text(code.partition("```")[0], encoding="utf-8")
     record = posy.run(method="fedrep", model="mylora:lora", run_name="a", **SMALL)

@@ -1,4 +1,4 @@
-"""The methods of docs/own.md are short and use twelve names, and Posy reports mistakes in a method."""
+"""The methods of docs/how-to/custom-code.md are short and use twelve names, and Posy reports mistakes in a method."""
 
 import ast
 import re
@@ -19,7 +19,7 @@ from posy.strategies.methods import METHODS, settings_class, strategy_class
 from posy.strategies.settings import MethodSettings
 
 Config = dict[str, Any]
-PAGE = (Path(__file__).resolve().parent.parent / "docs/own.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parent.parent / "docs/how-to/custom-code.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
 MOST_LINES = {"MyProx": 5, "FedMine": 5, "MyScaffold": 25, "FedSlow": 12}
 """Largest number of lines of each documented method."""

@@ -31,7 +31,7 @@ LEGEND = (
     "is the mean over the last rounds. *Upper-bound* is the round with the best result on the test samples, which "
     "papers often report. Results are means over the clients, and *weighted* means are weighted by the clients' "
     "numbers of training samples. *System* accuracy is the accuracy on the pooled test samples of all clients, treated "
-    "as inputs of unknown origin. See [docs/runs.md](../runs.md#what-a-run-leaves) for details.",
+    "as inputs of unknown origin. See [Runs](../how-to/runs.md#what-a-run-leaves) for details.",
     "Most claims state that one row scores higher than another. To confirm or refute such a claim, Posy uses a paired "
     "t-test at the 5 % level, with one pair of results for each seed and column. Otherwise the claim is within the "
     "noise, or has too few runs if there are fewer than three pairs. If a claim compares one row with several rows, "
