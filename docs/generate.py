@@ -84,8 +84,8 @@ def methods() -> str:
     columns.append("tasks")
     return (
         f"{table(columns, rows)}\n\nA method's page states its equations, messages, state, settings with their "
-        "sources, and deviations from the paper.\n[Checks against published programs](../benchmarks/agreement.md) lists "
-        "the programs and the largest differences from Posy."
+        "sources, and deviations from the paper.\n[Checks against published programs](../benchmarks/agreement.md) "
+        "lists the programs and the largest differences from Posy."
     )
 
 

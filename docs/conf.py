@@ -1,0 +1,78 @@
+"""Configure the documentation site. `make -C docs html` writes it to docs/_build/html."""
+
+import os
+import re
+import sys
+from importlib.metadata import version as installed_version
+from pathlib import Path
+
+from click import Context
+from sphinx.application import Sphinx
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+project = "Posy"
+author = "The authors of Posy"
+version = release = installed_version("posy")
+
+extensions = [
+    "myst_nb",
+    "numpydoc",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx_click",
+    "sphinx_design",
+]
+exclude_patterns = ["_build", "**/.*"]
+templates_path = ["_templates"]
+
+# -- Markdown and notebooks -------------------------------------------------------------------------------------------
+myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist"]
+myst_heading_anchors = 4
+nb_execution_mode = os.environ.get("POSY_DOCS_EXECUTE", "off")
+nb_execution_timeout = 300
+nb_execution_raise_on_error = True
+nb_execution_show_tb = True
+
+# -- Python interface -------------------------------------------------------------------------------------------------
+autosummary_generate = True
+autodoc_typehints = "none"  # the types are in the docstrings
+numpydoc_show_class_members = False
+
+# -- Appearance -------------------------------------------------------------------------------------------------------
+html_theme = "pydata_sphinx_theme"
+html_title = "Posy"
+html_static_path = ["_static"]
+html_css_files = ["posy.css"]
+html_theme_options = {
+    "navbar_align": "left",
+    "header_links_before_dropdown": 8,
+    "show_toc_level": 2,
+    "secondary_sidebar_items": ["page-toc"],
+    "footer_start": ["copyright"],
+    "footer_end": [],
+}
+html_show_sourcelink = False
+html_copy_source = False
+
+# -- Links ------------------------------------------------------------------------------------------------------------
+linkcheck_timeout = 10
+linkcheck_ignore = [r"https?://(localhost|127\.0\.0\.1)"]
+
+
+def link_to_files(app: Sphinx, page: str, source: list[str]) -> None:
+    """Turn links to Markdown files outside docs/ into links to copies of these files."""
+    above = re.escape("../" * (page.count("/") + 1))
+    source[0] = re.sub(rf"\]\(({above}[^)#]*\.md)(#[^)]*)?\)", r"](path:\1)", source[0])
+
+
+def show_examples(app: Sphinx, context: Context, lines: list[str]) -> None:
+    """Show the examples of a command as code."""
+    examples = [line.removeprefix("| ") for line in lines if line.strip("| ") not in ("", "examples:")]
+    lines[:] = ["Examples::", "", *(f"   {line.strip()}" for line in examples), ""] if examples else []
+
+
+def setup(app: Sphinx) -> None:
+    """Connect the functions of this file."""
+    app.connect("source-read", link_to_files)
+    app.connect("sphinx-click-process-epilog", show_examples)
