@@ -114,8 +114,8 @@ def run(
 ) -> int:
     """Run an experiment, on this machine or on a federation.
 
-    EXPERIMENT is a settings file: its path, or its name in papers/PAPER/settings/. Settings on the command line (key=value)
-    override the file. By default, Posy runs FedFew on scikit-learn's digits.
+    EXPERIMENT is a settings file: its path, or its name in papers/PAPER/settings/. Settings on the command line
+    (key=value) override the file. By default, Posy runs FedFew on scikit-learn's digits.
 
     Without --superlink, all clients run in this process. With --superlink, Posy submits the run to a federation and
     shows its log. To use Flower's simulation engine, run `flwr run .` in a checkout.
