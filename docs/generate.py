@@ -6,6 +6,8 @@ In pyproject.toml, README.md and the pages of docs/, the program replaces the te
 and ``<!-- end -->`` (in TOML between ``# generated: NAME`` and ``# end``). It generates the pages in docs/methods as a
 whole, and deletes the pages of methods that no longer exist. With --check it writes nothing. It then lists the stale
 files, and exits with status 1 if there are any.
+
+The verdicts on the papers' claims come from the pages in docs/papers. ``posy paper PAPER`` updates a page.
 """
 
 import json
@@ -21,7 +23,7 @@ import pandas as pd
 
 from posy.accounting import MODES
 from posy.commands.launch import toml
-from posy.commands.papers.page import count_words, verdicts
+from posy.commands.papers.claims import counts_in, read_box
 from posy.data.policy import Policy
 from posy.data.published import describe
 from posy.data.task import CLASSIFICATION, TARGETS
@@ -39,6 +41,7 @@ from posy.yaml12 import read_yaml
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ROOT / "docs" / "methods"
+PAPERS = ROOT / "docs" / "papers"
 PLACES = r"Eqs?\.|Algorithm|Section|Appendix|Theorem|Lemma|Remark|Table|Figure|Fig\.|footnote|line"
 """Pattern of the words that begin a reference to an equation, a section or another part of a paper."""
 FIVE = 5
@@ -95,18 +98,31 @@ def supported_tasks(cls: type[MethodSettings]) -> list[str]:
 
 
 def overview() -> str:
-    """Return a table of the five main methods, with the verdicts on their papers' claims."""
+    """Return a table of the five main methods, with the verdicts on their papers' main claims."""
     columns, *rows = described(list(METHODS)[:FIVE])
     return table(
-        [*columns, "verdicts on the paper's claims; (small) marks reduced runs"],
-        ([*row, claims(row[0].strip("`"))] for row in rows),
+        [*columns, "[main claims](docs/papers/index.md), (reduced): in smaller runs than the paper's"],
+        (
+            [*row, f"[{counts_in(main_claims(method))}](docs/papers/{method}.md)"]
+            for row, method in zip(rows, METHODS, strict=False)
+        ),
     )
 
 
-def claims(paper: str) -> str:
-    """Return the number of a paper's claims with each verdict, and a link to its page."""
-    counts = count_words(verdicts(paper, ROOT / "papers" / paper / "results"))
-    return f"[{counts}](docs/papers/{paper}.md)"
+def main_claims(paper: str) -> list[list[str]]:
+    """Return the main claims of a paper with their verdicts, from the box on its page."""
+    return read_box((PAPERS / f"{paper}.md").read_text(encoding="utf-8"))
+
+
+def papers_claims() -> str:
+    """Return a table of the five papers' main claims with their verdicts."""
+    _, *rows = described(list(METHODS)[:FIVE])
+    lines = []
+    for (_, name, _, title), method in zip(rows, METHODS, strict=False):
+        for number, (claim, verdict, _, runs) in enumerate(main_claims(method)):
+            paper = "" if number else f"[{name}]({method}.md): {title}"
+            lines.append([paper, claim, verdict, runs.replace("(#", f"({method}.md#")])
+    return table(["paper", "main claim", "verdict", "runs"], lines)
 
 
 def described(names: Iterable[str]) -> list[list[str]]:
@@ -581,6 +597,7 @@ MAKERS = (
     policy,
     methods,
     overview,
+    papers_claims,
     headline,
     networks,
     datasets,

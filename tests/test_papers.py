@@ -12,16 +12,17 @@ import pytest
 from posy import figures
 from posy.commands import archive
 from posy.commands.cli import main
+from posy.commands.papers import claims as claims_module
 from posy.commands.papers import item as item_module
 from posy.commands.papers import page as page_module
-from posy.commands.papers import run as run_module
+from posy.commands.papers.claims import counts_in, describe, main_claims, read_box
 from posy.commands.papers.compare import Comparison
 from posy.commands.papers.counts import FILE, count, counted
 from posy.commands.papers.draw import FORMS
 from posy.commands.papers.drift import head_gradient, simulate, squared_drift
 from posy.commands.papers.item import SELDOM, Claim, item, items, papers
 from posy.commands.papers.memory import stored_parameters
-from posy.commands.papers.page import changed, count_words, page, pictures_in, verdicts
+from posy.commands.papers.page import changed, page
 from posy.commands.papers.record import in_percent, measured, partial_coverage, recorded_numbers
 from posy.commands.papers.verdict import Number, Verdict, agrees, distances, number, verdict
 from posy.commands.table import read_plan
@@ -56,13 +57,17 @@ TABLE: dict[str, Any] = {
 }
 
 
+SMALL = "reduced, not comparable, ± over 2 seeds"
+"""Source of the numbers of reduced runs with two seeds, in the header of a table with the paper's numbers."""
+
+
 @pytest.fixture
 def paper_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder of a made-up paper, in a fresh working directory."""
     folder = tmp_path / "papers" / "mine"
     folder.mkdir(parents=True)
     (folder / "README.md").write_text("# Mine\n\nA paper.\n", encoding="utf-8")
-    for module in (item_module, page_module):
+    for module in (item_module, page_module, claims_module):
         monkeypatch.setattr(module, "PAPERS", tmp_path / "papers")
     monkeypatch.chdir(tmp_path)
     return folder
@@ -110,24 +115,24 @@ def test_entropies_agree_within_a_hundredth() -> None:
 
 def test_distances_from_the_mean_over_the_seeds_by_hand() -> None:
     assert distances({0: 1.0, 1: 2.0, 2: 6.0}) == {0: 2.0, 1: 1.0, 2: 3.0}
-    assert distances({0: 5.0}) == distances({}) == {}
+    assert distances({0: 5.0, 1: 7.0}) == distances({}) == {}  # two seeds have equal distances
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("differences", "by", "word"),
     [
-        ([], 0.0, "not run"),
-        ([3.0], 0.0, "too few runs"),
-        ([1.0, 2.0, 3.0], 0.0, "within the noise"),  # t = 2 / (1 / sqrt 3) = 3.46 < 4.30
-        ([2.0, 2.5, 3.0], 0.0, "confirmed"),  # t = 2.5 / (0.5 / sqrt 3) = 8.66
-        ([2.0, 2.5, 3.0], 5.0, "refuted"),
-        ([-2.0, -2.5, -3.0], 0.0, "refuted"),
-        ([1.0, 1.0], 0.0, "confirmed"),
-        ([0.3, 0.1 + 0.2], 0.0, "confirmed"),  # equal except for rounding, about which a t-test warns
-        ([1.0, 2.0], 0.0, "too few runs"),  # t = 1.5 / (0.71 / sqrt 2) = 3 < 12.7
-        ([1.0, 1.1], 0.0, "confirmed"),  # t = 21
-        ([0.0, 0.0, 0.0], 0.0, "within the noise"),
+        ([], 0.0, "not tested"),
+        ([3.0], 0.0, "undecided"),
+        ([1.0, 2.0, 3.0], 0.0, "undecided"),  # t = 2 / (1 / sqrt 3) = 3.46 < 4.30
+        ([2.0, 2.5, 3.0], 0.0, "holds"),  # t = 2.5 / (0.5 / sqrt 3) = 8.66
+        ([2.0, 2.5, 3.0], 5.0, "does not hold"),
+        ([-2.0, -2.5, -3.0], 0.0, "does not hold"),
+        ([1.0, 1.0], 0.0, "holds"),
+        ([0.3, 0.1 + 0.2], 0.0, "holds"),  # equal except for rounding, about which a t-test warns
+        ([1.0, 2.0], 0.0, "undecided"),  # t = 1.5 / (0.71 / sqrt 2) = 3 < 12.7
+        ([1.0, 1.1], 0.0, "holds"),  # t = 21
+        ([0.0, 0.0, 0.0], 0.0, "undecided"),
     ],
 )
 def test_a_t_test_judges_a_claim(differences: list[float], by: float, word: str) -> None:
@@ -139,45 +144,45 @@ def test_a_t_test_judges_a_claim(differences: list[float], by: float, word: str)
 def test_claims_of_equivalence_are_tested() -> None:
     # The means are 0.1, 0.1, 1 and 1. The t statistic of the nearer bound is 0.1 / 0.015 = 6.9, 0.1 / 0.15 = 0.7,
     # 0.8 / 0.058 = 13.9 and 0.8 / 0.58 = 1.4. A mean below 0.2 needs at least 2.92, and a mean above it 4.30.
-    assert verdict({"": [0.075, 0.1, 0.125]}, within=0.2).word == "confirmed"
-    assert verdict({"": [-0.15, 0.1, 0.35]}, within=0.2).word == "within the noise"
-    assert verdict({"": [-0.9, -1.0, -1.1]}, within=0.2).word == "refuted"
-    assert verdict({"": [0.0, 1.0, 2.0]}, within=0.2).word == "within the noise"
-    assert verdict({"": [0.1]}, within=0.2).word == "too few runs"
-    assert verdict({"": [0.25, 0.25, 0.25]}, within=0.25).word == "within the noise"
+    assert verdict({"": [0.075, 0.1, 0.125]}, within=0.2).word == "holds"
+    assert verdict({"": [-0.15, 0.1, 0.35]}, within=0.2).word == "undecided"
+    assert verdict({"": [-0.9, -1.0, -1.1]}, within=0.2).word == "does not hold"
+    assert verdict({"": [0.0, 1.0, 2.0]}, within=0.2).word == "undecided"
+    assert verdict({"": [0.1]}, within=0.2).word == "undecided"
+    assert verdict({"": [0.25, 0.25, 0.25]}, within=0.25).word == "undecided"
     far = verdict({"a": [0.1, 0.1], "b": [-0.3, -0.3]}, within=0.2)
-    assert (far.word, far.of, far.difference, far.confirmed, far.compared) == ("refuted", "b", -0.3, 1, 2)
+    assert (far.word, far.of, far.difference, far.holding, far.compared) == ("does not hold", "b", -0.3, 1, 2)
 
 
 def test_a_claim_against_several_rows_needs_each_of_them() -> None:
     above = {"a": [10.0, 11.0, 12.0], "b": [2.0, 2.5, 3.0]}
     judged = verdict(above)
-    assert (judged.word, judged.of, judged.difference, judged.confirmed) == ("confirmed", "b", 2.5, 2)
+    assert (judged.word, judged.of, judged.difference, judged.holding) == ("holds", "b", 2.5, 2)
     judged = verdict(above | {"c": [-2.0, -2.1, -2.2]})  # t = -36
-    assert (judged.word, judged.of, judged.confirmed, judged.compared) == ("refuted", "c", 2, 3)
+    assert (judged.word, judged.of, judged.holding, judged.compared) == ("does not hold", "c", 2, 3)
     judged = verdict(above | {"c": [1.0, 2.0, 3.0]})
-    assert (judged.word, judged.of) == ("within the noise", "c")
+    assert (judged.word, judged.of) == ("undecided", "c")
     assert verdict(above | {"c": []}) == verdict(above)
     judged = verdict(above | {"c": [-1.0], "d": [1.0, 2.0, 3.0]})
-    assert (judged.word, judged.of) == ("too few runs", "c")
+    assert (judged.word, judged.of) == ("undecided", "c")
 
 
 def test_a_claim_can_allow_one_exception() -> None:
     rows = {"a": [10.0, 11.0, 12.0], "b": [-2.0, -2.5, -3.0], "c": [2.0, 2.5, 3.0], "d": []}
     judged = verdict(rows, but=1)
-    assert (judged.word, judged.of, judged.confirmed, judged.compared) == ("confirmed", "c", 2, 2)
+    assert (judged.word, judged.of, judged.holding, judged.compared) == ("holds", "c", 2, 2)
     assert verdict(rows, but=2).of == "a"
-    assert verdict(rows | {"c": [-1.0, -1.1, -1.2]}, but=1).word == "refuted"
-    assert verdict({"b": rows["b"]}, but=1).word == "not run"
+    assert verdict(rows | {"c": [-1.0, -1.1, -1.2]}, but=1).word == "does not hold"
+    assert verdict({"b": rows["b"]}, but=1).word == "not tested"
 
 
 def test_claims_are_corrected_for_multiple_comparisons() -> None:
     once = {"a": [-2.0, -2.5, -3.0]}  # t = -8.66 with two degrees of freedom: p = 0.013
-    assert verdict(once).word == "refuted"
+    assert verdict(once).word == "does not hold"
     several = {name: [10.0, 11.0, 12.0] for name in "bcd"}
-    assert verdict(once | several).word == "within the noise"  # Holm's correction: 4 * 0.013 is above 0.05
+    assert verdict(once | several).word == "undecided"  # Holm's correction: 4 * 0.013 is above 0.05
     worse = {"e": [-2.0, -2.01, -2.02]}
-    assert verdict(once | worse).word == "refuted"
+    assert verdict(once | worse).word == "does not hold"
 
 
 # -- FedDRM's gradient drift -----------------------------------------------------------------------------
@@ -287,7 +292,9 @@ def test_extra_experiments_run_only_at_full_scale(paper_dir: Path, capsys: pytes
     assert "long-run" in error and "use --scale full" in error
     assert main(["paper", "mine", "long-run", "--scale", "full"]) == 0
     assert "2 of 2 runs are available" in capsys.readouterr().out
-    assert "`posy paper mine long-run --scale full` (" in Path("docs/papers/mine.md").read_text(encoding="utf-8")
+    assert "Command: `posy paper mine long-run --scale full`. Metrics" in Path("docs/papers/mine.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_extra_seeds_are_run_and_archived(paper_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -303,10 +310,18 @@ def test_extra_seeds_are_run_and_archived(paper_dir: Path, capsys: pytest.Captur
 
     printed, seeds, text = run("--seeds", "1")
     assert "2 of 2 runs are available" in printed and seeds == {0}
-    assert "`posy paper mine table1 --scale small` (" in text and ", 1 pair)" in text
+    assert "Command: `posy paper mine table1 --scale small`." in text and ", 1 seed, too few for a test)" in text
     printed, seeds, text = run("--seeds", "3")
     assert "6 of 6 runs are available" in printed and printed.count("/ seed") == 4 and seeds == {0, 1, 2}
-    assert "`posy paper mine table1 --scale small --seeds 3` (" in text and "3 pairs)" in text
+    assert "Command: `posy paper mine table1 --scale small --seeds 3`." in text and ", 3 seeds, p = 0." in text
+    comparison = Comparison(item("mine", "table1"))
+    (spread,) = [verdict for claim, verdict in comparison.verdicts if claim.spread]
+    deviations = [
+        np.mean(np.abs(values - np.mean(values)))
+        for variant in "ba"
+        if (values := [*comparison.values(variant, "FedAvg", "local last").values()])
+    ]
+    assert (spread.difference, spread.pairs) == (pytest.approx(deviations[0] - deviations[1]), 3)
     printed, seeds, again = run()  # the table's seeds, which have already run
     assert "4 of 4 runs are available" in printed and "/ seed" not in printed and seeds == {0, 1, 2}
     assert again == text
@@ -372,8 +387,8 @@ def test_a_table_is_run_judged_and_shown_on_its_page(paper_dir: Path, capsys: py
     comparison = Comparison(item("mine", "table1"))
     states = {(entry.variant, entry.row): entry.state for entry in comparison.entries}
     assert states == {
-        ("a", "FedAvg"): "differs",
-        ("b", "FedAvg"): "differs",
+        ("a", "FedAvg"): "not comparable",
+        ("b", "FedAvg"): "not comparable",
         ("a", "Local"): "not run",
         ("a", "Other"): "not run",
         ("b", "Other"): "not run",
@@ -383,62 +398,142 @@ def test_a_table_is_run_judged_and_shown_on_its_page(paper_dir: Path, capsys: py
     assert values == {s: 100 * summaries[s]["local"]["last"]["mean"] for s in (0, 1)}
     ours = number(list(values.values()))
     assert ours is not None
-    assert f"50.0 ± 1.5 → {ours.mean:.2f} ± {ours.std:.2f} ≠" in text
-    assert "Not run: a / Other; b / Other." in text
-    assert "num-server-rounds 2 (4)" in text
+    other = comparison.values("b", "FedAvg", "local last")
+    theirs = number(list(other.values()))
+    assert theirs is not None
+    columns = [f"{name}<br>{source}" for name in "ab" for source in ("paper, ± over seeds", SMALL)]
+    columns[2] = "b<br>paper"  # without a spread
+    assert f"| {' | '.join(['', *columns])} |" in text
+    cells = ["50.0 ± 1.5", f"{ours.mean:.2f} ± {ours.std:.2f}", "60", f"{theirs.mean:.2f} ± {theirs.std:.2f}"]
+    assert f"| FedAvg | {' | '.join(cells)} |" in text
+    assert "| Local |" not in text and "| Other |" not in text  # a row without finished runs
+    needed = "run `posy paper mine table1 --scale full`. 2 runs. No run of this size has been timed."
+    assert f"\n- a / Local: the data is available: {needed}\n" in text
+    assert "\n- a / Other; b / Other: Posy does not implement Other.\n" in text
+    assert "num-server-rounds 2 (paper: 4)" in text and "Reduced: 2 of 4 rounds, 300 samples" in text
     assert "b: local-epochs 3" in " ".join(text.split())
     assert [c.config["local-epochs"] for c in item("mine", "table1").plan("small").cells] == [1, 1, 3, 3]
     (epochs, epochs_verdict), (unknown, unknown_verdict), (_, spread), *_ = comparison.verdicts
-    assert f"- {epochs.say}: **{epochs_verdict.word}** at the small scale (" in text
-    assert f"- {unknown.say}: **not run**\n" in text
-    figures = f"({epochs_verdict.difference:+.2f} ± {epochs_verdict.std:.2f}, 2 pairs)"
-    assert f"- no difference: **too few runs** at the small scale {figures}. Two passes.\n" in text
-    assert "never shown" not in text  # confirmed, so the page omits its reason
-    other = comparison.values("b", "FedAvg", "local last")
+    assert f"- **{epochs_verdict.word} (reduced)**: {epochs.say} (b / FedAvg − a / FedAvg: " in text
+    assert f"- Claims that need these runs: {unknown.say}; it spreads less.\n" in text
+    difference = f"{epochs_verdict.difference:+.2f} ± {epochs_verdict.std:.2f} points, 2 seeds, p = "
+    assert f": no difference (b / FedAvg − a / FedAvg: {difference}" in text and ". Two passes.\n" in text
+    assert "never shown" not in text  # it holds, so the page omits its reason
     assert epochs_verdict.difference == pytest.approx(sum(other[s] - values[s] for s in (0, 1)) / 2)
     assert epochs.higher == ("b / FedAvg",)
-    assert unknown_verdict.word == "not run"
-    # Each of two seeds is half their difference from the mean.
-    deviations = [abs(by_seed[0] - by_seed[1]) / 2 for by_seed in (other, values)]
-    assert (spread.difference, spread.pairs) == (pytest.approx(deviations[0] - deviations[1]), 2)
+    assert unknown_verdict.word == "not tested"
+    assert spread.word == "not tested"  # two seeds do not suffice
 
 
-def test_agreement_at_scale_small_has_a_separate_mark(paper_dir: Path) -> None:
-    claims, rows = [{"say": "alike", "higher": "a / FedAvg", "lower": "b / FedAvg"}], TABLE["runs"][:1]
-    written(paper_dir, printed={"FedAvg": [0, 0]}, claims=claims, runs=rows)
-    assert main(["paper", "mine", "table1", "--scale", "small", "-j", "1"]) == 0
-    ours = Comparison(item("mine", "table1")).entries[0].ours
-    assert ours is not None
-    written(paper_dir, printed={"FedAvg": [f"{ours.mean + 1.9:.2f} ± 100", 0]}, claims=claims, runs=rows)
+def test_only_runs_with_the_papers_size_and_settings_are_compared_with_its_numbers(paper_dir: Path) -> None:
+    rows = TABLE["runs"][:1]
+    common: dict[str, Any] = {"claims": None, "runs": rows, "seeds": [0]}
+    written(paper_dir, **common, reasons=None, printed={"FedAvg": [0, 0]})
+    for scale in ("small", "full"):
+        assert main(["paper", "mine", "table1", "--scale", scale, "-j", "1"]) == 0
+    comparison = Comparison(item("mine", "table1"))
+    small, full = (comparison.values("a", "FedAvg", "local last", scale)[0] for scale in ("small", "full"))
+    assert "≠" in Path("docs/papers/mine.md").read_text(encoding="utf-8")
+    changes = {
+        "printed": {"FedAvg": [f"{full:.2f} ± 1", 0]},
+        "reasons": [{"variants": ["b"], "comparable": False, "say": "half"}],
+    }
+    written(paper_dir, **common, **changes)
     assert main(["paper", "mine"]) == 0
-    entries = {entry.variant: entry for entry in Comparison(item("mine", "table1")).entries}
-    assert {(entry.state, entry.why) for entry in entries.values()} == {("differs", "the runs are at the small scale")}
-    assert (entries["a"].agrees_reduced, entries["b"].agrees_reduced) == (True, False)
+    states = {entry.variant: (entry.state, entry.why) for entry in Comparison(item("mine", "table1")).entries}
+    assert states == {"a": ("reproduced", ""), "b": ("not comparable", "half")}
     text = Path("docs/papers/mine.md").read_text(encoding="utf-8")
-    assert text.count(" ≈ |") == text.count(" ≠ |") == 1
+    assert f"| FedAvg | {full:.2f} ± 1 | {small:.2f} | {full:.2f} ✓ | 0 | " in text and "≠" not in text
+    header = next(line for line in text.splitlines() if "<br>" in line).split(" | ")[1:]
+    assert header[2:] == [
+        "a<br>full size, 1 seed",
+        "b<br>paper",
+        "b<br>reduced, not comparable, 1 seed",
+        "b<br>full size, not comparable, 1 seed |",
+    ]
+    assert "- Not comparable: b. Half.\n" in text
+    overridden = Comparison(item("mine", "table1"), {"lr": 0.01}, Path("papers/mine/results"))
+    assert not any(entry.numbers for entry in overridden.entries)  # these runs have another learning rate
+
+
+def test_a_spread_needs_a_meaning(paper_dir: Path) -> None:
+    written(paper_dir, spread=None)
+    with pytest.raises(SettingsError, match=r"50\.0 ± 1\.5 of FedAvg has a spread; set `spread:`"):
+        _ = item("mine", "table1").printed
+
+
+def test_main_claims_come_first_with_their_verdicts(paper_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    claims = [
+        {"say": "More passes help", "in": "table1", "claim": "two epochs are better than one"},
+        {"say": "Passes hardly matter", "in": "table1", "claim": "no large one"},
+        {"say": "Federation helps", "in": "table1", "claim": "FedAvg is better"},
+    ]
+    (paper_dir / "claims.yaml").write_text(dump({"claims": claims}), encoding="utf-8")
+    written(paper_dir)
+    assert main(["paper", "mine", "table1", "-j", "1"]) == 0
+    text = Path("docs/papers/mine.md").read_text(encoding="utf-8")
+    rows = read_box(text)
+    verdicts = dict(Comparison(item("mine", "table1")).verdicts)
+    judged = {claim.say: verdict for claim, verdict in verdicts.items()}
+    more, little = judged["two epochs are better than one"], judged["no large one"]
+    difference = f"b / FedAvg − a / FedAvg: {more.difference:+.2f} ± {more.std:.2f} points, 2 seeds, p = "
+    assert more.p_value is not None and little.p_value is not None
+    runs = "[Table 1](#table-1), reduced: 2 of 4 rounds, 300 samples"
+    assert rows == [
+        ["More passes help", f"**{more.word}** (reduced)", f"{difference}{more.p_value:.3f}", runs],
+        ["Passes hardly matter", "**holds** (reduced)", f"{difference}{little.p_value:.3f}", runs],
+        ["Federation helps", "**not tested**", "", "[Table 1](#table-1), needs digits"],
+    ]
+    assert more.seeds == 2 and little.p_value < 0.05
+    assert f"**Main claims: {counts_in(rows)}.**" in text.split("\n\n")[3]
+    capsys.readouterr()
+    assert main(["paper"]) == 0
+    (summary,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.split()[:2] == ["mine", "3"]]
+    assert summary[2:6] == ["1", "0", "1", "1"]  # holds, does not hold, undecided, not tested
+
+
+def test_verdicts_are_counted_in_words() -> None:
+    words = ["holds (reduced)", "undecided", "holds (reduced)", "does not hold", "does not hold", "holds"]
+    assert counts_in([["", f"**{word}**"] for word in words]) == "1 holds, 2 hold (reduced), 2 do not hold, 1 undecided"
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"say": "x", "in": "table1"}, "a main claim has the keys say, in, claim"),
+        ({"say": "x", "in": "table9", "claim": "no large one"}, "table9 has no claim 'no large one'"),
+        ({"say": "x", "in": "table1", "claim": "something else"}, "table1 has no claim 'something else'"),
+    ],
+)
+def test_main_claims_need_an_existing_claim(paper_dir: Path, entry: dict[str, str], message: str) -> None:
+    written(paper_dir)
+    (paper_dir / "claims.yaml").write_text(dump({"claims": [entry]}), encoding="utf-8")
+    with pytest.raises(SettingsError, match=message):
+        main_claims("mine")
 
 
 def test_changed_settings_ignore_methods_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    assert "ppfe-stage-rounds 9,15,12,12 (30,50,40,40)" in changed(Comparison(item("ppfe", "table2")), "small")
+    assert "ppfe-stage-rounds 9,15,12,12 (paper: 30,50,40,40)" in changed(Comparison(item("ppfe", "table2")), "small")
 
 
 @pytest.mark.parametrize(
     ("difference", "std", "measure", "expected"),
     [
-        (0.25, 0.1, "local last", "+0.25 ± 0.10"),
-        (-0.0004, 0.0001, "local last", "-0.0004 ± 0.0001"),
+        (0.25, 0.1, "local last", "+0.25 ± 0.10 points"),
+        (-0.0004, 0.0001, "local last", "-0.0004 ± 0.0001 points"),
         (3e-5, None, "round inner_entropy", "+0.00003"),
-        (-0.00008, 0.05, "local last", "-0.00 ± 0.05"),
-        (0.0, 0.0, "local last", "+0.00 ± 0.00"),
+        (-0.00008, 0.05, "local last", "-0.00 ± 0.05 points"),
+        (0.0, 0.0, "local last", "+0.00 ± 0.00 points"),
+        (1.0, 2.0, "bytes-up", "+1 ± 2 bytes"),
     ],
 )
 def test_small_differences_keep_their_first_digit(
     difference: float, std: float | None, measure: str, expected: str
 ) -> None:
     claim = Claim("so", ("a",), ("b",), measure=measure)
-    line = page_module._describe(claim, Verdict("confirmed", difference, std, pairs=2, scale="full"))
-    assert line == f"so: **confirmed** ({expected}, 2 pairs)"
+    judged = Verdict("holds", difference, std, 2, 0.01, "a − b", scale="full", seeds=2, columns=1)
+    assert describe(claim, judged) == f"**holds**: so (a − b: {expected}, 2 seeds, p = 0.010)."
 
 
 def test_comparisons_never_mix_scales(paper_dir: Path) -> None:
@@ -458,9 +553,12 @@ def test_comparisons_never_mix_scales(paper_dir: Path) -> None:
     assert judged.difference == pytest.approx(sum(fedavg[seed] - local[seed] for seed in (0, 1)) / 2)
     text = Path("docs/papers/mine.md").read_text(encoding="utf-8")
     lines = text.partition("## Table 2")[0].splitlines()
-    rows = [line.split("|")[2:4] for line in lines if line.startswith(("| FedAvg |", "| Local |"))]
-    assert [["(small)" in number for number in row] for row in rows] == [[False, True], [True, True]]
-    assert "`posy paper mine table1 --scale small` and `posy paper mine table1 --scale full` (" in text
+    (header,) = [line.split(" | ") for line in lines if "<br>" in line]
+    rows = [dict(zip(header, line.split(" | "), strict=True)) for line in lines if line.startswith("| FedAvg |")]
+    for scale, source in (("small", SMALL), ("full", "full size, ± over 2 seeds")):
+        mean = number(list(comparison.values("a", "FedAvg", "local last", scale).values()))
+        assert mean is not None and rows[0][f"a<br>{source}"].startswith(f"{mean.mean:.2f} ± {mean.std:.2f}")
+    assert "`posy paper mine table1 --scale small` and `posy paper mine table1 --scale full`." in text
     # A picture shows all rows of a variant at one scale, at which most of the rows have run.
     small = {"settings": {"num-server-rounds": 2, "max-samples": 300}}
     written(paper_dir, "figure1", form={"kind": "bars", "label": "accuracy"}, printed=None, claims=None, small=small)
@@ -482,7 +580,9 @@ def test_runs_with_other_settings_have_a_separate_folder(paper_dir: Path, capsys
     cell = folder / "table1-small/FedAvg/seed-0"
     assert measured(cell, "rounds") == 1
     assert len(recorded_numbers(cell)["rounds"]["train_loss"]) == 1
-    assert "1 differs" in (folder / "mine.md").read_text(encoding="utf-8")
+    text = (folder / "mine.md").read_text(encoding="utf-8")
+    assert "<br>reduced, not comparable, ± over 2 seeds |" in text and "num-server-rounds 1 (paper: 4)" in text
+    assert "How to read this page: docs/papers/reading.md in Posy's repository" in text
 
 
 def test_runs_without_data_are_skipped(paper_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -530,28 +630,49 @@ def test_recorded_results_load_in_any_working_directory(tmp_path: Path, monkeypa
     assert not list(tmp_path.iterdir())  # reading leaves no files
 
 
-def test_results_are_in_the_working_directory_or_the_checkout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_results_come_from_the_working_directory_and_from_posy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], paper_dir: Path
 ) -> None:
-    checkout, elsewhere = tmp_path / "checkout" / "papers", tmp_path / "elsewhere"
+    written(paper_dir, small={"settings": {"num-server-rounds": 2, "max-samples": 300}})
+    assert main(["paper", "mine", "table1", "-j", "1", "--seeds", "1"]) == 0
+    figure = {
+        "title": "Figure 2: classes",
+        "runs": None,
+        "printed": None,
+        "claims": None,
+        "form": {"kind": "partition"},
+    }
+    written(paper_dir, "figure2", **figure)
+    assert main(["paper", "mine", "figure2"]) == 0
+    here = [(entry.numbers, entry.state) for entry in Comparison(item("mine", "table1")).entries]
+    for file in Path("papers/mine/results").glob("table1-small/*/"):
+        shutil.rmtree(file)
+    stored = sorted(tmp_path.rglob("*"))
+    elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    monkeypatch.chdir(elsewhere)
-    for module in (item_module, run_module):
-        monkeypatch.setattr(module, "PAPERS", checkout)
-    assert item_module.results_of("mine") == Path("papers/mine/results")  # as in an installed package
-    missing = item_module.missing_results(["mine"])
-    assert str(elsewhere / "papers") in missing and str(checkout) in missing and "cells.jsonl.gz" in missing
-    table = checkout / "mine" / "results" / "table1-small"
-    table.mkdir(parents=True)
-    assert item_module.results_of("mine") == checkout / "mine" / "results"
-    assert item_module.missing_results(["mine"])
-    (table / "cells.jsonl.gz").touch()
+    monkeypatch.chdir(elsewhere)  # as with an installed package
+    assert [(entry.numbers, entry.state) for entry in Comparison(item("mine", "table1")).entries] == here
+    assert Comparison(item("mine", "figure2")).counts_of("a") is not None
+    assert sorted(tmp_path.rglob("*")) == sorted([*stored, elsewhere])  # reading writes no files
+    # A new run is stored here, and the page also shows the earlier runs.
+    assert main(["paper", "mine", "table1", "-j", "1", "--seeds", "2"]) == 0
+    assert {
+        seed
+        for (_, _), cells in Comparison(item("mine", "table1")).finished["small"].items()
+        for seed in (c.seed for c in cells)
+    } == {0, 1}
+    lines = archive.read(Path("papers/mine/results/table1-small")).values()
+    assert {line["config"]["settings"]["seed"] for line in lines} == {1}
     assert item_module.missing_results(["mine"]) == ""
-    Path("papers/mine/results").mkdir(parents=True)
-    assert item_module.results_of("mine") == Path("papers/mine/results")
-    monkeypatch.setattr(run_module, "papers", list)
-    run_module.list_papers()
-    assert "no results of earlier runs" in capsys.readouterr().out
+
+
+def test_missing_papers_and_results_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(item_module, "PAPERS", tmp_path / "posy" / "papers")
+    missing = item_module.missing_results(["mine"])
+    assert str(tmp_path / "papers") in missing and str(tmp_path / "posy/papers") in missing
+    with pytest.raises(SettingsError, match=r"posy/papers contains no papers .*; install Posy from its repository"):
+        papers()
 
 
 @pytest.mark.parametrize(("clients", "note"), [(3, "3 of 30 clients"), (26, "26 of 30 clients"), (27, ""), (30, "")])
@@ -584,7 +705,7 @@ def test_a_figure_without_runs_is_drawn_if_its_data_exists(paper_dir: Path) -> N
     command = ["paper", "mine", "figure7", "download=false", "data-dir=here"]
     assert main(command) == 0
     text = " ".join(page_of_mine.read_text(encoding="utf-8").split())
-    assert "Not run: `posy paper mine figure7` needs cifar10 in data-dir" in text
+    assert "### Figure 7" in text and "- `posy paper mine figure7` needs cifar10 in data-dir" in text
     assert not picture.exists()
     Path("here").mkdir()
     images = np.random.default_rng(0).integers(0, 256, (20, 32, 32, 3), np.uint8)
@@ -592,11 +713,11 @@ def test_a_figure_without_runs_is_drawn_if_its_data_exists(paper_dir: Path) -> N
     assert main(command) == 0
     assert picture.is_file()
     text = page_of_mine.read_text(encoding="utf-8")
-    assert "[Figure 7](#figure-7) | plotted |" in text
-    assert "not run" not in text
+    assert "Tables and figures: [Figure 7](#figure-7)." in text and "![Figure 7](mine-figure7.png)" in text
+    assert "Not run" not in text
     # The picture stays on the page if the page is drawn again without the data.
     assert main(["paper", "mine"]) == 0
-    assert "[Figure 7](#figure-7) | plotted |" in page_of_mine.read_text(encoding="utf-8")
+    assert "![Figure 7](mine-figure7.png)" in page_of_mine.read_text(encoding="utf-8")
 
 
 def test_figures_that_posy_cannot_draw_state_their_needs(paper_dir: Path) -> None:
@@ -605,8 +726,8 @@ def test_figures_that_posy_cannot_draw_state_their_needs(paper_dir: Path) -> Non
     )
     assert main(["paper", "mine"]) == 0
     text = Path("docs/papers/mine.md").read_text(encoding="utf-8")
-    assert "[Figure 3](#figure-3) | 1 not run |" in text
-    assert "Not run: all numbers. A regression task." in text
+    assert "Not run: [Figure 3](#figure-3)." in text and "<details><summary>Figure 3</summary>" in text
+    assert "\n- All numbers: a regression task.\n" in text
 
 
 @pytest.mark.slow
@@ -626,8 +747,8 @@ def test_a_table_on_cifar100_runs_on_synthetic_data(paper_dir: Path) -> None:
     short += ["num-server-rounds=3", "ppfe-stages=3", "ppfe-stage-rounds=1,1,1", "data-dir=here"]
     assert main(["paper", "mine", "table3", "--scale", "full", "-j", "1", *short]) == 0
     text = Path("results/papers/mine/mine.md").read_text(encoding="utf-8")
-    assert "| 4 differ |" in text
-    assert "not run" not in text
+    assert text.count("full size, not comparable, 1 seed") == 2
+    assert "not run" not in text.lower()
 
 
 # -- papers in the repository ----------------------------------------------------------------------------
@@ -648,19 +769,22 @@ def test_every_table_and_figure_loads(paper: str, name: str) -> None:
     assert file.read_text(encoding="utf-8").startswith("# ")
 
 
+@pytest.mark.parametrize("paper", papers())
+def test_every_paper_has_two_to_five_main_claims(paper: str) -> None:
+    assert 2 <= len(main_claims(paper)) <= 5
+    assert not any(main.claim.variants == () and main.item.name.startswith("readings") for main in main_claims(paper))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("paper", papers())
 def test_pages_are_up_to_date_with_the_runs(paper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`docs/generate.py --check` compares the README and the index with the pages."""
     file = ROOT / "docs/papers" / f"{paper}.md"
     monkeypatch.chdir(ROOT)
     comparisons = [Comparison(paper_item) for paper_item in items(paper)]
-    assert page(paper, comparisons, pictures_in(file.parent)) == file.read_text(encoding="utf-8"), (
+    assert page(paper, comparisons, file.parent) == file.read_text(encoding="utf-8"), (
         f"docs/papers/{paper}.md is stale: run posy paper {paper}"
     )
-    loaded = {comparison.item.name: comparison for comparison in comparisons}
-    monkeypatch.setattr(page_module, "Comparison", lambda paper_item, folder: loaded[paper_item.name])
-    counts = count_words(verdicts(paper, ROOT / "papers" / paper / "results"))
-    assert f"[{counts}](docs/papers/{paper}.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 # -- forms without numbers of runs -----------------------------------------------------------------------
@@ -676,10 +800,10 @@ def test_a_row_can_reuse_the_runs_of_another(paper_dir: Path) -> None:
     assert comparison.values("", "Global", "local last")[0] == 100 * summary["served"]["last"]["mean"]
     assert comparison.values("", "Global", "rounds")[0] == 2
     states = {entry.row: entry.state for entry in comparison.entries}
-    assert states == {"FedAvg": "differs", "Global": "differs", "Local": "not run"}  # scale small skips it
+    # The reduced runs skip Local.
+    assert states == {"FedAvg": "not comparable", "Global": "not comparable", "Local": "not run"}
     text = " ".join(Path("docs/papers/mine.md").read_text(encoding="utf-8").split())
-    expected = "Metrics: local last; served last (Global); local upper-bound (Local). Number of seeds: 2, unless"
-    assert expected in text
+    assert "Metrics: local last; served last (Global); local upper-bound (Local)." in text
 
 
 def test_rows_follow_the_papers_order_if_all_have_numbers(paper_dir: Path) -> None:
@@ -729,7 +853,7 @@ def test_pages_state_the_seeds_and_lines_use_common_seeds(paper_dir: Path, monke
     text = Path("docs/papers/mine.md").read_text(encoding="utf-8")
     # Seed 1 is one of the seeds of the figure, and seed 2 is not.
     assert text.count("(2 seeds)") == 1 and "(3 seeds)" not in text
-    assert "table1" not in text and text.count("Number of seeds: 1,") == text.count("Number of seeds: 3,") == 1
+    assert "table1" not in text and text.count("comparable, 1 seed |") == text.count("± over 3 seeds |") == 1
     assert "posy paper mine figure1 --scale small`" in text
     comparison = Comparison(item("mine", "figure1"))
     values = {row: comparison.values("", row, "local last") for row in ("1", "2", "Local")}
@@ -748,9 +872,9 @@ def test_all_tables_and_figures_are_listed_with_their_state(
     written(paper_dir, "figure1", title="Figure 1: nothing", **dict.fromkeys(("runs", "printed", "claims", "small")))
     assert main(["paper"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["table1", "Table", "1:", "accuracy", "4", "not", "run", "5", "not", "run"] in lines
+    assert ["table1", "Table", "1:", "accuracy", "4", "not", "run", "5", "not", "tested"] in lines
     assert any(line[:4] == ["figure1", "Figure", "1:", "nothing"] for line in lines)
-    assert any(line[:2] == ["mine", "5"] for line in lines)  # claims
+    assert any(line[:2] == ["mine", "0"] for line in lines)  # main claims
 
 
 @pytest.mark.parametrize(
@@ -784,8 +908,7 @@ def test_a_partition_is_drawn_without_runs(paper_dir: Path, capsys: pytest.Captu
     assert 0.7 * 1797 < counts.sum() < 0.8 * 1797  # the training samples: three quarters of the digits
     assert Path("docs/papers/mine-figure2.png").is_file()
     text = Path("docs/papers/mine.md").read_text(encoding="utf-8")
-    assert "![Figure 2](mine-figure2.png)" in text
-    assert "1 plotted, 1 not run" in text
+    assert "![Figure 2](mine-figure2.png)" in text and "\n- elsewhere: `posy paper mine figure2` needs kvasir" in text
     (paper_dir / "figure2.yaml").write_text(
         dump({**content, "settings": {**settings, "num-clients": 5}}), encoding="utf-8"
     )
@@ -863,10 +986,10 @@ def test_a_figure_without_runs_states_the_reason(paper_dir: Path) -> None:
     content = {"title": "Figure 1: idea", "needs": "nothing is measured"}
     (paper_dir / "figure1.yaml").write_text(dump(content), encoding="utf-8")
     (entry,) = Comparison(item("mine", "figure1")).entries
-    assert (entry.state, entry.why) == ("not run", "nothing is measured")
+    assert entry.state == "not run"
     assert main(["paper", "mine", "all"]) == 0
     text = Path("docs/papers/mine.md").read_text(encoding="utf-8")
-    assert "Nothing is measured." in text
+    assert "\n- All numbers: nothing is measured.\n" in text
     assert ".png" not in text
 
 
@@ -883,8 +1006,7 @@ def test_a_figure_runs_on_an_npz_data_set(paper_dir: Path) -> None:
     folder = Path("results/papers/mine")
     assert (folder / "mine-figure6.png").is_file()
     text = (folder / "mine.md").read_text(encoding="utf-8")
-    assert "![Figure 6]" in text
-    assert "4 plotted" in text
+    assert "![Figure 6]" in text and text.count("<summary>Numbers</summary>") == 1
 
 
 @pytest.mark.slow

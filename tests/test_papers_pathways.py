@@ -208,6 +208,7 @@ def test_the_page_shows_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert Comparison(figure).entries == []
     monkeypatch.setattr(pathways, "simulate", lambda seeds: simulations[: len(seeds)])
     monkeypatch.setattr("posy.commands.papers.page.items", lambda _: [figure])
+    monkeypatch.setattr("posy.commands.papers.claims.main_claims", lambda _: [])  # they need tables
     write("cwfedavg", tmp_path)
     assert (tmp_path / "cwfedavg-figure1.png").is_file()
     assert "![Figure 1](cwfedavg-figure1.png)" in (tmp_path / "cwfedavg.md").read_text(encoding="utf-8")

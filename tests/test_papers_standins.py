@@ -146,8 +146,8 @@ def test_rows_run_on_data_in_its_published_layout(
     comparison, page, output = run_case(case)
     runs = len(comparison.item.content["runs"])
     assert f"{runs} of {runs} runs are available" in output
-    assert "not run" not in page
-    assert f"`posy paper mine {case.name} --scale {case.scale} {case.settings}` (" in " ".join(page.split())
+    assert "not run" not in page.lower()
+    assert f"Command: `posy paper mine {case.name} --scale {case.scale} {case.settings}`." in " ".join(page.split())
     lines = {line.split(" | ")[0].lstrip("| "): line for line in page.splitlines() if line.startswith("| ")}
     measures, rounds = comparison.item.measures, int(case.settings.split()[0].partition("=")[2])
     assert {(entry.row, entry.measure) for entry in comparison.entries} == set(itertools.product(case.rows, measures))
@@ -156,14 +156,13 @@ def test_rows_run_on_data_in_its_published_layout(
         assert comparison.values(entry.variant, entry.row, "rounds") == {0: rounds}
         assert entry.variant == case.column and entry.ours is not None and entry.ours.seeds == 1
         if entry.printed is not None:
-            assert f" → {entry.ours.mean:.2f} " in lines[entry.row]
+            assert f" | {entry.printed.text} | {entry.ours.mean:.2f} |" in lines[entry.row]
     if comparison.item.kind != "table":
-        assert f"{len(case.rows)} plotted" in page
         assert Path(f"results/papers/mine/mine-{case.name}.png").is_file()
 
 
 def test_the_page_lists_the_settings_of_the_command(run_case: Callable[[Case], tuple[Comparison, str, str]]) -> None:
     case = CASES["MNIST/raw"]
     _, page, _ = run_case(case)
-    assert f" --scale {case.scale} {case.settings}` (" in " ".join(page.split())
-    assert "num-server-rounds 1 (1000)" in page
+    assert f" --scale {case.scale} {case.settings}`." in " ".join(page.split())
+    assert "num-server-rounds 1 (paper: 1000)" in page and "Reduced: 1 of 1000 rounds, 5 of 20 clients" in page

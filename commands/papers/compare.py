@@ -3,25 +3,25 @@
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from posy.commands.papers.counts import Counts, counted, first_cells
-from posy.commands.papers.item import SCALES, Claim, Item, Printed, restore_runs
+from posy.commands.papers.counts import Counts, counted
+from posy.commands.papers.item import SCALES, Claim, Item, Printed, archives_of, restore_runs, stored_results
 from posy.commands.papers.memory import millions
 from posy.commands.papers.record import PARAMETERS, in_percent, measured, partial_coverage
 from posy.commands.papers.verdict import Number, Verdict, agrees, distances, number, verdict
 from posy.commands.table import Cell, Plan
-from posy.data.published import describe
-from posy.data.settings import DataSettings
 from posy.settings import Scalar
 from posy.strategies.registry import declared
 
-WANTED = {name: files for name, _, files, _ in describe()}
-"""Files that each data set requires in ``data-dir``."""
-REPRODUCED, DIFFERS, NOT_RUN, DRAWN = "reproduced", "differs", "not run", "plotted"
-"""States of a number. ``DRAWN`` means that the paper does not print the number."""
+REPRODUCED, DIFFERS, NOT_COMPARABLE, DRAWN, NOT_RUN = STATES = (
+    *("reproduced", "differs", "not comparable"),
+    *("plotted", "not run"),
+)
+"""States of a number. ``NOT_COMPARABLE`` means that the rounds, the data or the settings differ from the paper's, and
+``DRAWN`` that the paper does not print the number."""
 HUNDREDTH = 0.01
 """Tolerance for a number that is not a percentage, such as an entropy or Jain's index."""
 COUNTED = 5e-4
@@ -40,8 +40,8 @@ class Entry:
     scale: str
     state: str
     why: str
-    agrees_reduced: bool = False
-    """Whether the result of a reduced run agrees with the paper's result."""
+    numbers: Mapping[str, Number] = field(default_factory=dict)
+    """Posy's values by scale. A figure shows only one of them, ``ours``."""
 
 
 class Comparison:
@@ -56,12 +56,18 @@ class Comparison:
         if item.has_runs or item.counts_classes:
             # A page shows all items. A setting that affects one item may have no effect on others, so do not reject it.
             self.plans = {scale: item.plan(scale, overrides, folder, strict=False) for scale in item.scales}
+        archives = archives_of(item.paper, folder)
         for plan in self.plans.values() if item.has_runs else ():
-            restore_runs(plan)
+            restore_runs(plan, archives)
         self.counts: dict[tuple[str, str], Counts] = {}
         """The clients' class counts, keyed by variant and scale."""
         if item.counts_classes:
-            self.counts = {(v, scale): c for scale, plan in self.plans.items() for v, c in counted(plan).items()}
+            stored = stored_results(item.paper)
+            self.counts = {
+                (variant, scale): counts
+                for scale, plan in self.plans.items()
+                for variant, counts in counted(plan, stored / plan.output.name).items()
+            }
         self.finished: dict[str, dict[tuple[str, str], list[Cell]]] = {}
         """Finished runs, keyed by scale (the larger scale last), and then by variant and row.
 
@@ -161,45 +167,47 @@ class Comparison:
         """The outcome of each claim."""
         return [(claim, self._verdict(claim)) for claim in self.item.claims]
 
-    @cached_property
-    def usual_seeds(self) -> int:
-        """The most frequent number of seeds per entry of this item, or 0 if the item has no numbers."""
-        frequencies = Counter(entry.ours.seeds for entry in self.entries if entry.ours and entry.measure != PARAMETERS)
+    def usual_seeds(self, scale: str) -> int:
+        """Return the most frequent number of seeds per number at a scale, or 0 if there are no numbers."""
+        frequencies = Counter(
+            entry.numbers[scale].seeds
+            for entry in self.entries
+            if scale in entry.numbers and entry.measure != PARAMETERS
+        )
         return max(frequencies, key=lambda seeds: (frequencies[seeds], seeds), default=0)
 
     @property
     def scales(self) -> list[str]:
         """The scales with runs."""
-        return [scale for scale in SCALES if any(drawn == scale for drawn, _ in self.cells.values())]
-
-    def needed(self) -> str:
-        """Return the command for a figure without runs, and the data that the command requires."""
-        return self._command("", self.item.settings_of(self.item.variants[0]).data.dataset)
+        return [scale for scale in SCALES if self.finished.get(scale)]
 
     def _entry(self, variant: str, measure: str, row: str) -> Entry:
         printed = self.item.printed.get((variant, measure, row))
-        cell = (variant, measure, row)
-        scale, _ = self.runs_of(variant, row)
+        by_scale = {scale: self.values(variant, row, measure, scale) for scale in self.finished or ("",)}
+        numbers = {scale: value for scale, values in by_scale.items() if (value := number(list(values.values())))}
+        if not numbers:
+            return Entry(variant, measure, row, printed, None, "", NOT_RUN, "")
         ours = number(list(self.values(variant, row, measure).values()))
-        if ours is None:
-            return Entry(*cell, printed, None, scale, NOT_RUN, self._needs(variant, row))
-        if printed is None:
-            return Entry(*cell, None, ours, scale, DRAWN, "")
-        if partial := self._partial(variant, row, measure):
-            return Entry(*cell, printed, ours, scale, DIFFERS, f"the number covers only {partial}")
+        scale = self.runs_of(variant, row)[0] if ours else max(numbers, key=[*self.finished].index)
+        value = ours or numbers[scale]
+        state, why = self._state(variant, measure, row, value, scale) if printed else (DRAWN, "")
+        return Entry(variant, measure, row, printed, ours, scale, state, why, numbers)
+
+    def _state(self, variant: str, measure: str, row: str, value: Number, scale: str) -> tuple[str, str]:
+        """Compare a number with the paper's. Return its state, and the reason for a difference if it is known."""
+        printed, (reason, comparable) = self.item.printed[variant, measure, row], self.item.reason(variant, row)
         if measure == PARAMETERS:
-            same = agrees(ours, printed.value, None, COUNTED * printed.value)
-            reason = "" if same else self.item.reason(variant, row)
-            return Entry(*cell, printed, ours, "full", REPRODUCED if same else DIFFERS, reason)
+            same = agrees(value, printed.value, None, COUNTED * printed.value)
+            return (REPRODUCED, "") if same else (DIFFERS, reason)
+        if partial := self._partial(variant, row, measure):
+            return NOT_COMPARABLE, f"the number covers only {partial}"
+        if scale == "full" and self.decisive:
+            return NOT_COMPARABLE, f"the command line sets {', '.join(self.decisive)}"
+        if scale != "full" or not comparable:
+            return NOT_COMPARABLE, reason
         over_seeds = printed.spread if self.item.content.get("spread") == "seeds" else None
         unit = 1.0 if in_percent(measure) else HUNDREDTH
-        same_value = agrees(ours, printed.value, over_seeds, unit)
-        if same_value and scale == "full":
-            return Entry(*cell, printed, ours, scale, REPRODUCED, "")
-        reason = ("" if same_value else self.item.reason(variant, row)) or (
-            "" if scale == "full" else "the runs are at the small scale"
-        )
-        return Entry(*cell, printed, ours, scale, DIFFERS, reason, same_value)
+        return (REPRODUCED, "") if agrees(value, printed.value, over_seeds, unit) else (DIFFERS, reason)
 
     def _partial(self, variant: str, row: str, measure: str) -> str:
         """Return how many clients a row's number covers if they are too few to represent all clients, else ``""``."""
@@ -210,33 +218,8 @@ class Comparison:
 
     def _without_rows(self, variant: str) -> Entry:
         """Return the entry of an item without rows: a figure of a partition, or an experiment that Posy cannot run."""
-        if self.counts_of(variant) is not None:
-            return Entry(variant, "", "", None, None, "", DRAWN, "")
-        cells = [cell for plan in self.plans.values() if (cell := first_cells(plan).get(variant))]
-        if not cells:
-            return Entry(variant, "", "", None, None, "", NOT_RUN, str(self.item.content.get("needs", "")))
-        return Entry(variant, "", "", None, None, "", NOT_RUN, self._command("", _dataset(cells[0])))
-
-    def _needs(self, variant: str, row: str) -> str:
-        """Return the command that starts a row's missing runs, and the data that the command requires."""
-        planned = self.planned(variant, row)
-        if not planned:
-            return str(self.item.content.get("needs", f"Posy does not implement {row}"))
-        scale = next(scale for scale, plan in self.plans.items() if planned[0] in plan.cells)
-        weights = Path(str(planned[0].config.get("weights", ""))).name
-        return self._command(f" --scale {scale}", _dataset(planned[0]), weights)
-
-    def _command(self, options: str, dataset: str, weights: str = "") -> str:
-        """Return the command that starts the missing runs, and the data and word vectors that they need."""
-        command = f"`posy paper {self.item.paper} {self.item.name}{options}`"
-        available = any(_dataset(cell) == dataset for _, cells in self.cells.values() for cell in cells)
-        if available and not weights:
-            return f"the data is available: run {command}"
-        if dataset not in WANTED:
-            return f"run {command}"
-        return f"{command} needs {dataset} in data-dir ({WANTED[dataset]})" + (
-            f" and {weights} in the same folder" if weights else ""
-        )
+        state = NOT_RUN if self.counts_of(variant) is None else DRAWN
+        return Entry(variant, "", "", None, None, "", state, "")
 
     def _verdict(self, claim: Claim) -> Verdict:
         """Return the outcome of a claim, from runs at the same scale.
@@ -250,18 +233,19 @@ class Comparison:
             key=lambda scale_name: (len({rows for rows, _ in by_scale[scale_name]}), len(by_scale[scale_name])),
         )
         differences: dict[str, list[float]] = {}
-        for (rows, _), values in by_scale[scale].items():
-            differences.setdefault(rows, []).extend(values)
-        return replace(verdict(differences, claim.by, claim.within, claim.but), scale=scale)
+        for (rows, _), by_seed in by_scale[scale].items():
+            differences.setdefault(rows, []).extend(by_seed.values())
+        judged = verdict(differences, claim.by, claim.within, claim.but)
+        deciding = [by_seed for (rows, _), by_seed in by_scale[scale].items() if rows == judged.of]
+        return replace(judged, scale=scale, seeds=len(set().union(*deciding)), columns=len(deciding))
 
-    def _differences(self, claim: Claim, scale: str) -> dict[tuple[str, str], list[float]]:
+    def _differences(self, claim: Claim, scale: str) -> dict[tuple[str, str], dict[int, float]]:
         """Return the differences between a claim's higher and lower rows, keyed by pair of rows and variant.
 
-        Each list holds one difference per seed that both rows share.
+        Each mapping holds one difference for each seed that both rows share.
         """
-        differences: dict[tuple[str, str], list[float]] = {}
+        differences: dict[tuple[str, str], dict[int, float]] = {}
         for higher, lower in itertools.product(claim.higher, claim.lower):
-            pair = " over ".join(name for name, rows in ((higher, claim.higher), (lower, claim.lower)) if len(rows) > 1)
             # Rows whose names include a variant are compared once, not in every variant.
             for variant in [""] if " / " in higher else claim.variants or self.item.variants:
                 above, below = (
@@ -271,7 +255,8 @@ class Comparison:
                 if claim.spread:
                     above, below = distances(above), distances(below)
                 if shared := sorted(above.keys() & below.keys()):
-                    differences[pair, variant] = [above[seed] - below[seed] for seed in shared]
+                    pair = f"{higher} − {lower}"
+                    differences[pair, variant] = {seed: above[seed] - below[seed] for seed in shared}
         return differences
 
 
@@ -281,10 +266,6 @@ def _shared_seeds(ended: Iterable[Cell]) -> set[int]:
     for cell in ended:
         seeds_of_rows.setdefault((cell.variant, cell.row), set()).add(cell.seed)
     return set.intersection(*seeds_of_rows.values()) if seeds_of_rows else set()
-
-
-def _dataset(cell: Cell) -> str:
-    return str(cell.config.get("dataset", DataSettings.dataset))
 
 
 def _place(name: str, variant: str) -> tuple[str, str]:

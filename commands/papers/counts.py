@@ -30,13 +30,14 @@ def first_cells(plan: Plan) -> dict[str, Cell]:
     return cells
 
 
-def count(plan: Plan, absent: dict[str, str]) -> dict[str, str]:
+def count(plan: Plan, absent: dict[str, str], also: Path | None = None) -> dict[str, str]:
     """Count and store the samples per client and class of each variant without stored counts.
 
-    Record in ``absent`` why data sets are unreadable, keyed by data set. Return the reason for each failure, keyed by
-    variant.
+    Stored counts are in the plan's folder or in the folder ``also``. Record in ``absent`` why data sets are unreadable,
+    keyed by data set. Return the reason for each failure, keyed by variant.
     """
-    stored, failures = _read(plan.output), {}
+    stored, failures = _read(also) | _read(plan.output), {}
+    counted_before = dict(stored)
     for variant, cell in first_cells(plan).items():
         expected = _data_settings(cell)
         if _matches(stored.get(variant, {}), expected):
@@ -53,15 +54,15 @@ def count(plan: Plan, absent: dict[str, str]) -> dict[str, str]:
             failures[variant] = str(error)
         else:
             stored[variant] = {"data": expected, "counts": counts.tolist()}
-    if stored:
+    if stored != counted_before:
         plan.output.mkdir(parents=True, exist_ok=True)
         (plan.output / FILE).write_text(json.dumps(stored), encoding="utf-8")
     return failures
 
 
-def counted(plan: Plan) -> dict[str, Counts]:
-    """Return the stored class counts by variant."""
-    stored, cells = _read(plan.output), first_cells(plan)
+def counted(plan: Plan, also: Path | None = None) -> dict[str, Counts]:
+    """Return the class counts by variant that are stored in the plan's folder or in the folder ``also``."""
+    stored, cells = _read(also) | _read(plan.output), first_cells(plan)
     return {
         variant: np.array(stored[variant]["counts"], np.int64)
         for variant, cell in cells.items()
@@ -86,6 +87,8 @@ def _matches(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
     return "data" in stored and normalised({**earlier_values, **stored["data"]}) == expected
 
 
-def _read(folder: Path) -> dict[str, Mapping[str, Any]]:
-    file = folder / FILE
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+def _read(folder: Path | None) -> dict[str, Mapping[str, Any]]:
+    if folder is None or not (folder / FILE).exists():
+        return {}
+    content: dict[str, Mapping[str, Any]] = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    return content

@@ -15,9 +15,9 @@ import torch
 
 from posy import figures
 from posy.commands.papers import drift, pathways, ridge
-from posy.commands.papers.compare import DIFFERS, DRAWN, NOT_RUN, REPRODUCED, Comparison, Entry
-from posy.commands.papers.record import PARAMETERS, curve, in_percent, recorded_numbers
-from posy.commands.papers.verdict import Number, number
+from posy.commands.papers.compare import Comparison
+from posy.commands.papers.record import curve, recorded_numbers
+from posy.commands.papers.verdict import number
 from posy.commands.table import Cell
 from posy.data.datasets import load_dataset
 from posy.data.shifts import SHIFTS, apply_shift
@@ -26,7 +26,6 @@ from posy.models.architecture import architecture_for
 from posy.settings import SettingsError
 from posy.yaml12 import read_yaml
 
-MARKS = {REPRODUCED: " ✓", DIFFERS: " ≠", NOT_RUN: "", DRAWN: ""}
 SEEDS = (0, 1, 2)
 """Seeds of a simulation."""
 
@@ -37,44 +36,6 @@ def draw(comparison: Comparison, path: Path) -> None:
     if kind not in FORMS:
         raise SettingsError(f"kind = {kind!r} in form of {comparison.item.file}: it must be one of {', '.join(FORMS)}")
     FORMS[kind](comparison, comparison.item.form, path)
-
-
-def table(comparison: Comparison) -> str:
-    """Return the table in Markdown; each cell shows the paper's number, Posy's number, and whether they agree."""
-    entries = {(entry.variant, entry.measure, entry.row): entry for entry in comparison.entries}
-    columns = [column for column in comparison.item.columns if any(column == key[:2] for key in entries)]
-    several = len(comparison.item.measures) > 1
-    names = [", ".join(filter(None, (variant, measure if several else ""))) or measure for variant, measure in columns]
-    lines = [["", *names], ["---", *["---:"] * len(columns)]]
-    marked = len(comparison.scales) > 1
-    for row in comparison.item.rows:
-        row_entries = [(entries.get((*column, row)), column[1]) for column in columns]
-        cells = [_cell(entry, measure, marked, comparison.usual_seeds) for entry, measure in row_entries]
-        if any(cells):
-            lines.append([row, *cells])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def text_of(value: Number, digits: int) -> str:
-    """Return a number as text, with its standard deviation if it has one."""
-    return f"{value.mean:.{digits}f}" + (f" ± {value.std:.{digits}f}" if value.std is not None else "")
-
-
-def _cell(entry: Entry | None, measure: str, marked: bool, seeds: int) -> str:
-    """Return an entry as text.
-
-    Append the number of seeds if it differs from ``seeds``. With ``marked``, also append the scale if it is small.
-    """
-    if entry is None:
-        return ""
-    digits = 2 if in_percent(measure) else 3
-    ours = text_of(entry.ours, digits) if entry.ours else "not run"
-    ours += " (small)" if marked and entry.ours and entry.scale == "small" else ""
-    if entry.ours and entry.ours.seeds != seeds and measure != PARAMETERS:
-        ours += f" ({entry.ours.seeds} seed{'s' * (entry.ours.seeds > 1)})"
-    if entry.printed is None:
-        return ours
-    return f"{entry.printed.text} → {ours}{' ≈' if entry.agrees_reduced else MARKS[entry.state]}"
 
 
 def _nothing(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:

@@ -2,10 +2,11 @@
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from posy.commands import archive
@@ -43,6 +44,8 @@ SELDOM = 1_000_000
 therefore writes intermediate checkpoints only if they take a small share of the run's time."""
 TITLE = "Table 1: accuracy"
 """Example of a title."""
+MAIN_CLAIMS = "claims.yaml"
+"""File with the paper's main claims, in the folder of its tables and figures."""
 CLAIM = ("say", "higher", "lower", "in", "measure", "same-point", "by", "within", "but", "spread", "why")
 """Keys of a claim."""
 PRINTED = re.compile(r"(-?[\d.]+)(?: ?± ?([\d.]+))?")
@@ -154,6 +157,10 @@ class Item:
                 match = PRINTED.fullmatch(str(value))
                 if match is None:
                     raise SettingsError(f"{value!r} of {row} in {self.file}: it must be a number such as 61.36 ± 8.54")
+                if match[2] and "spread" not in self.content:
+                    raise SettingsError(
+                        f"{self.file}: {value} of {row} has a spread; set `spread:` to what it is over, such as seeds"
+                    )
                 printed[variant, measure, row] = Printed(
                     float(match[1]), float(match[2]) if match[2] else None, str(value)
                 )
@@ -199,12 +206,15 @@ class Item:
         """Form in which Posy draws the item, with the options of the form."""
         return self.content.get("form", {"kind": "table"})
 
-    def reason(self, variant: str, row: str) -> str:
-        """Return the known reason why a number differs from the paper's, or an empty string."""
+    def reason(self, variant: str, row: str) -> tuple[str, bool]:
+        """Return the known reason why a number differs from the paper's (or ""), and whether the two are comparable.
+
+        They are not comparable (``comparable: false``) if the rounds, the data or the settings differ from the paper's.
+        """
         for entry in self.content.get("reasons", []):
             if variant in entry.get("variants", [variant]) and row in entry.get("rows", [row]):
-                return str(entry["say"])
-        return ""
+                return str(entry["say"]), bool(entry.get("comparable", True))
+        return "", True
 
     def settings_of(self, variant: str, overrides: Mapping[str, Scalar] | None = None) -> Settings:
         """Return a variant's settings, for a figure that needs no runs."""
@@ -226,7 +236,7 @@ class Item:
         seeds: int | None = None,
         strict: bool = True,
     ) -> Plan:
-        """Return the item's runs at a scale. Their results go into ``folder``, by default :func:`results_of`.
+        """Return the item's runs at a scale, with ``folder`` (by default :func:`results_of`) for their results.
 
         The plan contains the file's seeds, 0 to ``seeds`` - 1, and all seeds in the paper's archives. ``overrides``
         replace settings of the file. If ``strict`` is false, Posy accepts overrides that have no effect.
@@ -235,7 +245,8 @@ class Item:
         table = {key: value for key, value in self.content.items() if key not in PARTS}
         table.setdefault("runs", [{"name": "data"}])  # never run: its settings name the data to draw
         output = (folder or results_of(self.paper)) / f"{self.name}-{scale}"
-        table["seeds"] = list(dict.fromkeys([*self.seeds(scale), *self.seeds(scale, seeds), *_seeds_in(output.parent)]))
+        stored_seeds = _seeds_in(archives_of(self.paper, folder))
+        table["seeds"] = list(dict.fromkeys([*self.seeds(scale), *self.seeds(scale, seeds), *stored_seeds]))
         omitted = small.get("without", [])
         for part in ("runs", "variants"):
             if part in table:
@@ -255,7 +266,13 @@ class Item:
 
 def papers() -> list[str]:
     """Return the names of the papers."""
-    return sorted(folder.name for folder in PAPERS.iterdir() if folder.is_dir())
+    names = sorted(folder.name for folder in PAPERS.glob("*/") if any(folder.glob("*.yaml")))
+    if not names:
+        raise SettingsError(
+            f"{PAPERS} contains no papers (*/table1.yaml); install Posy from its repository (pip install ./posy), "
+            "whose package contains them"
+        )
+    return names
 
 
 def items(paper: str) -> list[Item]:
@@ -264,7 +281,8 @@ def items(paper: str) -> list[Item]:
         similar = nearest(paper, papers())
         hint = f"did you mean {similar}?" if similar else f"choose from {', '.join(papers())}"
         raise SettingsError(f"Posy does not reproduce a paper named {paper!r}; {hint}")
-    return [read_item(file) for file in sorted((PAPERS / paper).glob("*.yaml"), key=_number)]
+    files = (file for file in (PAPERS / paper).glob("*.yaml") if file.name != MAIN_CLAIMS)
+    return [read_item(file) for file in sorted(files, key=_number)]
 
 
 def item(paper: str, name: str) -> Item:
@@ -326,39 +344,69 @@ def _claim(subject: Item, entry: Mapping[str, Any]) -> Claim:
     )
 
 
-def restore_runs(plan: Plan) -> None:
-    """Restore a plan's runs from its archive, or, if they are missing there, from the archives of other tables."""
+def restore_runs(plan: Plan, archives: Sequence[Path]) -> None:
+    """Restore a plan's runs from the archive in its folder, or, if they are missing there, from other archives."""
     missing_cells = archive.restore(plan.output, plan.cells)
-    for cell, line in _matching(missing_cells, _archives(plan.output.parent)):
+    for cell, line in _matching(missing_cells, archives):
         archive.write(cell.path, line)
 
 
 def results_of(paper: str) -> Path:
-    """Return the folder of a paper's runs in the working directory, or, if that is missing, in Posy's checkout."""
-    local, checkout = Path("papers") / paper / "results", PAPERS / paper / "results"
-    return checkout if checkout.is_dir() and not local.is_dir() else local
+    """Return the folder of a paper's runs in the working directory, or a temporary folder if that does not exist."""
+    local = local_results(paper)
+    return local if local.is_dir() else Path(_temporary_directory(Path.cwd()).name) / paper / "results"
+
+
+def local_results(paper: str) -> Path:
+    """Return the folder in the working directory in which Posy stores the runs of a paper."""
+    return Path("papers") / paper / "results"
+
+
+def stored_results(paper: str) -> Path:
+    """Return the folder with the archives that Posy contains for a paper."""
+    return PAPERS / paper / "results"
 
 
 def missing_results(names: Iterable[str]) -> str:
     """Return a message that lists the searched folders if the papers have no archive of runs, else an empty string."""
-    if any(_archives(results_of(name)) for name in names):
+    if any(_archives(_default_folders(name)) for name in names):
         return ""
     folders = dict.fromkeys(map(str, (Path("papers").absolute(), PAPERS)))
     return (
-        f"no results of earlier runs: {' and '.join(folders)} contain no */results/*/{archive.FILE}; change to a "
-        "checkout of Posy, which contains them, or run a table with `posy paper PAPER TABLE`"
+        f"no results of earlier runs: {' and '.join(folders)} contain no */results/*/{archive.FILE}; install Posy from "
+        "its repository, whose package contains them, or run a table with `posy paper PAPER TABLE`"
     )
 
 
-def archived_elsewhere(plan: Plan) -> set[str]:
-    """Return the names of the cells that have a run in another table's archive."""
-    folders = [folder for folder in _archives(plan.output.parent) if folder != plan.output]
-    return {cell.name for cell, _ in _matching(plan.cells, folders)}
+def archives_of(paper: str, folder: Path | None = None) -> list[Path]:
+    """Return the folders of a paper's tables that have an archive.
+
+    They are in ``folder``. By default, they are in the working directory and in Posy's own ``papers``.
+    """
+    return _archives([folder] if folder else _default_folders(paper))
 
 
-def _archives(results: Path) -> list[Path]:
-    """Return the folders of a paper's tables that have an archive."""
-    return sorted(file.parent for file in results.glob(f"*/{archive.FILE}"))
+def archived_elsewhere(plan: Plan, archives: Sequence[Path]) -> set[str]:
+    """Return the names of the cells that have a run in the archive of another folder."""
+    others = [path for path in archives if path.resolve() != plan.output.resolve()]
+    return {cell.name for cell, _ in _matching(plan.cells, others)}
+
+
+@cache
+def _temporary_directory(working_directory: Path) -> TemporaryDirectory[str]:
+    """Return a folder for restored runs, one per working directory, which Posy deletes at the end of the process."""
+    return TemporaryDirectory(prefix="posy-papers-")
+
+
+def _default_folders(paper: str) -> list[Path]:
+    """Return the results folders of a paper in the working directory and in Posy, without duplicates."""
+    local, stored = local_results(paper), stored_results(paper)
+    return [local] if local.resolve() == stored.resolve() else [local, stored]
+
+
+def _archives(folders: Iterable[Path]) -> list[Path]:
+    """Return the folders of the tables that have an archive, in results folders."""
+    return [file.parent for folder in folders for file in sorted(folder.glob(f"*/{archive.FILE}"))]
 
 
 def _matching(cells: Iterable[Cell], folders: Iterable[Path]) -> Iterator[tuple[Cell, dict[str, Any]]]:
@@ -382,9 +430,9 @@ def _matching(cells: Iterable[Cell], folders: Iterable[Path]) -> Iterator[tuple[
                 yield cell, line
 
 
-def _seeds_in(results: Path) -> list[int]:
-    """Return the seeds that the archives in a folder contain."""
-    return sorted({line["config"]["settings"]["seed"] for folder in _archives(results) for line in _lines(folder)})
+def _seeds_in(archives: Iterable[Path]) -> list[int]:
+    """Return the seeds in the archives of some folders."""
+    return sorted({line["config"]["settings"]["seed"] for folder in archives for line in _lines(folder)})
 
 
 def _lines(folder: Path) -> list[dict[str, Any]]:

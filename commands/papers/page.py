@@ -1,73 +1,57 @@
-"""Write the page of a paper: its tables and figures, the state of each number, and the outcomes of the claims."""
+"""Write the page of a paper: the verdicts on its main claims, then its tables and figures."""
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from textwrap import fill
+from typing import Any
 
-from posy.commands.papers.compare import DIFFERS, DRAWN, NOT_RUN, REPRODUCED, Comparison, Entry
-from posy.commands.papers.draw import draw, table
-from posy.commands.papers.item import Claim, items
-from posy.commands.papers.record import in_percent
-from posy.commands.papers.verdict import OUTCOMES, Verdict
-from posy.commands.table import machines
+from posy.commands.papers.claims import anchor, count_outcomes, describe, main_verdicts, outcome, verdict_box
+from posy.commands.papers.compare import DIFFERS, DRAWN, NOT_COMPARABLE, NOT_RUN, STATES, Comparison, Entry
+from posy.commands.papers.draw import draw
+from posy.commands.papers.item import items
+from posy.commands.papers.requirements import missing_runs, needed_to_draw, needs, reductions
+from posy.commands.papers.tables import markdown_table, table
+from posy.commands.papers.verdict import NOT_TESTED, OUTCOMES
+from posy.commands.table import Cell, machines
 from posy.data.errors import DataError
 from posy.server_app.progress import duration
 from posy.settings import Scalar
 from posy.strategies.registry import PAPERS, declared
 from posy.words import capitalised
 
-LEGEND = (
-    "The first lines under each heading describe the paper's table or figure. In each table cell, an arrow separates "
-    "the paper's number from Posy's number, which is a mean ± standard deviation over the seeds. ✓ marks numbers that "
-    "agree to within one percentage point, or to within two if the difference is at most two standard deviations. For "
-    "numbers that are not percentages, these limits are 0.01 and 0.02. ≈ marks numbers that agree in runs at the small "
-    "scale, and ≠ marks numbers that differ. *Plotted* means that the paper does not print the number. The full scale "
-    "matches the paper's experiments, and the small scale is a reduced run.",
-    "*Served* is the model that a client receives from the server. *Local* is the same model after local training. "
-    "*Own* is the method's evaluation point, which is either served or local. *Last* is the last round, and *average* "
-    "is the mean over the last rounds. *Upper-bound* is the round with the best result on the test samples, which "
-    "papers often report. Results are means over the clients, and *weighted* means are weighted by the clients' "
-    "numbers of training samples. *System* accuracy is the accuracy on the pooled test samples of all clients, treated "
-    "as inputs of unknown origin. See [Runs](../how-to/runs.md#what-a-run-leaves) for details.",
-    "Most claims state that one row scores higher than another. To confirm or refute such a claim, Posy uses a paired "
-    "t-test at the 5 % level, with one pair of results for each seed and column. Otherwise the claim is within the "
-    "noise, or has too few runs if there are fewer than three pairs. If a claim compares one row with several rows, "
-    "Posy tests each pair of rows with Holm's correction. It confirms the claim if the row scores higher than all "
-    "others, and refutes the claim if any other row scores higher. The brackets contain the mean difference that "
-    "decides the outcome. For a claim about spreads, Posy compares the distances from the mean over the seeds "
-    "(Levene's test). For a claim that two rows are close, Posy uses two one-sided t-tests. Posy compares only runs at "
-    "the same scale. In the table below, (small) denotes the small scale.",
-)
-"""Explanations at the start of each page."""
 UNKNOWN = "the reason is unknown"
 """Text for a number that differs from the paper's for no known reason."""
+RULES = ("reading.md", "How to read this page")
+INDEX = ("index.md", "All papers")
+SETTINGS = "[all settings](#settings-that-differ-from-the-paper)"
+"""Link to the section with the settings of reduced runs."""
+SCALE_NAMES = {"small": "reduced", "full": "full size"}
 
 
-def page(paper: str, comparisons: Sequence[Comparison], pictures: Sequence[str]) -> str:
-    """Return the page of a paper as Markdown; ``pictures`` are the names of the figures in its folder."""
-    about = (PAPERS / paper / "README.md").read_text(encoding="utf-8").strip()
-    parts = [f"<!-- Written by `posy paper {paper}`. -->", about, *map(_filled, LEGEND)]
-    titles = [comparison.item.title.partition(":")[0] for comparison in comparisons]
-    lines = [["", "numbers", "claims"], ["---", "---", "---"]]
-    for comparison, title in zip(comparisons, titles, strict=True):
-        lines.append([f"[{title}](#{_anchor(title)})", states(comparison, pictures), claims(comparison)])
-    parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines))
-    if seconds := _at_scale_small(comparisons):
-        parts.append(
-            _filled(f"The runs at the small scale take {duration(seconds)} sequentially, or half as long on two cores.")
-        )
-    for comparison, title in zip(comparisons, titles, strict=True):
-        parts += [f"## {title}", *_section(paper, comparison, pictures)]
+def page(paper: str, comparisons: Sequence[Comparison], folder: Path) -> str:
+    """Return the page of a paper as Markdown; ``folder`` contains the figures and the pages that this page links."""
+    title, lead, *notes = (PAPERS / paper / "README.md").read_text(encoding="utf-8").strip().split("\n\n")
+    pictures = pictures_in(folder)
+    links = {c.item.name: f"[{_name(c)}](#{anchor(_name(c))})" for c in comparisons}
+    done = [comparison for comparison in comparisons if _has_results(comparison, pictures)]
+    parts = [f"<!-- Written by `posy paper {paper}`. -->", title, lead]
+    parts += _verdicts(paper, comparisons, links, folder)
+    parts += _contents(comparisons, done, links)
+    parts += ["## Notes", *notes] if notes else []
+    for comparison in done:
+        parts += [f"## {_name(comparison)}", *_section(comparison, pictures)]
+    parts += _not_run([comparison for comparison in comparisons if comparison not in done], pictures)
+    parts += _settings(done, links)
+    parts += _machines(done, links)
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def states(comparison: Comparison, pictures: Sequence[str]) -> str:
     """Return how many of a comparison's numbers are in each state, or the state of a figure that needs no runs."""
     if comparison.item.draws_alone:
-        return DRAWN if _picture(comparison.item.paper, comparison) in pictures else NOT_RUN
+        return DRAWN if _picture(comparison) in pictures else NOT_RUN
     counts = Counter(entry.state for entry in comparison.entries)
     return ", ".join(
         f"{number} {'differ' if state == DIFFERS and number > 1 else state}" for state, number in counts.items()
@@ -76,11 +60,11 @@ def states(comparison: Comparison, pictures: Sequence[str]) -> str:
 
 def claims(comparison: Comparison) -> str:
     """Return how many of a comparison's claims have each outcome."""
-    return count_words(_outcome(verdict) for _, verdict in comparison.verdicts)
+    return count_outcomes(outcome(verdict) for _, verdict in comparison.verdicts)
 
 
 def changed(comparison: Comparison, scale: str) -> str:
-    """Return the settings of a scale that differ from the paper's, as ``key value (paper's value)``.
+    """Return the settings of a scale that differ from the paper's, as ``key value (paper: value)``.
 
     The additional settings of each row or variant follow, separated by semicolons.
     """
@@ -92,7 +76,7 @@ def changed(comparison: Comparison, scale: str) -> str:
         papers = dict.fromkeys(_shown(key, config.get(key, declared()[key].default)) for config in full)
         papers.pop("", None)  # the value of methods without this setting
         if list(papers) != [_shown(key, value)]:
-            changes.append(f"{key} {_shown(key, value)} ({' or '.join(papers)})")
+            changes.append(f"{key} {_shown(key, value)} (paper: {' or '.join(papers)})")
     parts = [", ".join(changes)] if changes else []
     for name, settings in {**small.get("runs", {}), **small.get("variants", {})}.items():
         additional = [
@@ -100,18 +84,6 @@ def changed(comparison: Comparison, scale: str) -> str:
         ]
         parts += [f"{name}: {', '.join(additional)}"] if additional else []
     return "; ".join(parts)
-
-
-def verdicts(paper: str, folder: Path | None = None) -> list[str]:
-    """Return the outcome of each claim in a paper, from the runs in a folder, with confirmed claims first."""
-    comparisons = [Comparison(item, folder=folder) for item in items(paper) if item.in_paper]
-    every_verdict = (verdict for comparison in comparisons for _, verdict in comparison.verdicts)
-    return [_outcome(verdict) for verdict in sorted(every_verdict, key=lambda verdict: OUTCOMES.index(verdict.word))]
-
-
-def count_words(words: Iterable[str]) -> str:
-    """Return the number of occurrences of each word as text, such as ``3 reproduced, 1 differs``."""
-    return ", ".join(f"{number} {word}" for word, number in Counter(words).items())
 
 
 def write(
@@ -127,8 +99,8 @@ def write(
     for comparison in comparisons:
         if comparison.cells or comparison.counts or comparison.item.draws_alone:
             with suppress(DataError):  # the page names the missing data
-                draw(comparison, folder / _picture(paper, comparison))
-    (folder / f"{paper}.md").write_text(page(paper, comparisons, pictures_in(folder)), encoding="utf-8")
+                draw(comparison, folder / _picture(comparison))
+    (folder / f"{paper}.md").write_text(page(paper, comparisons, folder), encoding="utf-8")
     return comparisons
 
 
@@ -138,53 +110,176 @@ def pictures_in(folder: Path) -> list[str]:
 
 
 def overview(papers: Mapping[str, Sequence[Comparison]]) -> list[list[str]]:
-    """Return a row per paper: its number of claims, in total and per outcome, and its number of values per state."""
+    """Return a row per paper: its numbers of main claims, in total and per outcome, and of values per state."""
     rows = []
     for paper, all_comparisons in papers.items():
-        comparisons = [comparison for comparison in all_comparisons if comparison.item.in_paper]
-        words = Counter(verdict.word for comparison in comparisons for _, verdict in comparison.verdicts)
-        states_of_numbers = Counter(entry.state for comparison in comparisons for entry in comparison.entries)
-        row = [paper, str(words.total())]
-        row += [str(words[word]) for word in OUTCOMES]
-        row += [str(states_of_numbers[state]) for state in (REPRODUCED, DIFFERS, DRAWN, NOT_RUN)]
-        rows.append(row)
+        words = Counter(verdict.word for _, verdict in main_verdicts(paper, all_comparisons))
+        in_paper = [comparison for comparison in all_comparisons if comparison.item.in_paper]
+        states_of_numbers = Counter(entry.state for comparison in in_paper for entry in comparison.entries)
+        counts = [words.total(), *(words[word] for word in OUTCOMES), *(states_of_numbers[state] for state in STATES)]
+        rows.append([paper, *map(str, counts)])
     return rows
 
 
-def _section(paper: str, comparison: Comparison, pictures: Sequence[str]) -> list[str]:
-    item = comparison.item
-    about = item.title.partition(": ")[2].strip()
-    stop = "" if about.endswith("?") else "."
-    parts = [_filled(f"{capitalised(about)}{stop} {item.content.get('shows', '')}")]
-    if item.content.get("runs"):
-        scales = comparison.scales or item.scales[:1]
-        overrides = "".join(f" {key}={_typed(value)}" for key, value in comparison.decisive.items())
-        command = " and ".join(
-            f"`posy paper {paper} {item.name} --scale {scale}{_more_seeds(comparison, scale)}{overrides}`"
-            for scale in scales
+def _verdicts(paper: str, comparisons: Sequence[Comparison], links: Mapping[str, str], folder: Path) -> list[str]:
+    """Return the verdict box with its summary, and links to the other pages."""
+    pages = [
+        f"[{text}]({file})" if (folder / file).is_file() else f"{text}: docs/papers/{file} in Posy's repository"
+        for file, text in (RULES, INDEX)
+    ]
+    verdicts = main_verdicts(paper, comparisons)
+    if not verdicts:
+        return [" · ".join(pages)]
+    box = verdict_box(verdicts, comparisons, links)
+    summary = count_outcomes(outcome(verdict) for _, verdict in verdicts)
+    notes = ["*undecided*: no significant difference, or too few seeds."]
+    if any(verdict.scale == "small" and verdict.word != NOT_TESTED for _, verdict in verdicts):
+        notes.insert(
+            0,
+            "*(reduced)*: from runs with fewer rounds, samples or clients than in the paper. They do not decide the "
+            "claim at the paper's size.",
         )
-        run_time = f" ({duration(_seconds(comparison))} of run time)" if comparison.cells else ""
-        measures = f"{'; '.join(item.measures)}{_points(comparison)}"
-        parts.append(_filled(f"Command: {command}{run_time}. Metrics: {measures}.{_seeds(comparison)}"))
+    return [f"**Main claims: {summary}.**", box, _filled(f"{' '.join(notes)} {' · '.join(pages)}")]
+
+
+def _contents(comparisons: Sequence[Comparison], done: Sequence[Comparison], links: Mapping[str, str]) -> list[str]:
+    """Return links to the tables and figures: in the paper, beyond the paper, and without runs."""
+    groups = {
+        "Tables and figures": [c for c in done if c.item.in_paper],
+        "Beyond the paper": [c for c in done if not c.item.in_paper],
+        "Not run": [c for c in comparisons if c not in done],
+    }
+    listed = (f"{name}: {' · '.join(links[c.item.name] for c in group)}." for name, group in groups.items() if group)
+    return ["\\\n".join(listed)]
+
+
+def _section(comparison: Comparison, pictures: Sequence[str]) -> list[str]:
+    """Return the parts of a section: the description, the claims, the numbers, the commands, and the missing runs."""
+    item = comparison.item
+    parts = [_description(comparison)]
+    tested = [(claim, verdict) for claim, verdict in comparison.verdicts if verdict.word != NOT_TESTED]
+    parts.append("\n".join(f"- {describe(claim, verdict)}" for claim, verdict in tested))
+    numbers = table(comparison) if any(entry.numbers for entry in comparison.entries) else ""
+    if (picture := _picture(comparison)) in pictures:
+        parts.append(f"![{_name(comparison)}]({picture})")
+        numbers = _folded("Numbers", numbers) if numbers else ""
+    parts.append(numbers)
+    if item.has_runs:
+        parts.append(_filled(_how(comparison)))
+    elif item.kind == "partition":
+        parts.append(f"Command: `posy paper {item.paper} {item.name}`, which does not need any runs.")
+    parts += map(_filled, _notes(comparison))
+    parts.append("\n".join(_reasons(comparison)))
+    if missing := [*_missing(comparison, pictures), *_untested(comparison)]:
+        number = sum(entry.state == NOT_RUN for entry in comparison.entries)
+        parts.append(_folded(f"Not run: {number} number{'s' * (number != 1)}", "\n".join(missing)))
+    return parts
+
+
+def _untested(comparison: Comparison) -> list[str]:
+    """Return a list item with the claims that no runs test, or an empty list."""
+    untested = [claim.say for claim, verdict in comparison.verdicts if verdict.word == NOT_TESTED]
+    return [f"- Claims that need these runs: {'; '.join(untested)}."] if untested else []
+
+
+def _description(comparison: Comparison) -> str:
+    """Return the description of a table or figure, and the observations in the paper."""
+    about = comparison.item.title.partition(": ")[2].strip()
+    stop = "" if about.endswith("?") else "."
+    return _filled(f"{capitalised(about)}{stop} {comparison.item.content.get('shows', '')}")
+
+
+def _how(comparison: Comparison) -> str:
+    """Return the commands, the metrics and the size of the finished runs."""
+    item = comparison.item
+    overrides = "".join(f" {key}={_typed(value)}" for key, value in comparison.decisive.items())
+    command = " and ".join(
+        f"`posy paper {item.paper} {item.name} --scale {scale}{_more_seeds(comparison, scale)}{overrides}`"
+        for scale in comparison.scales
+    )
+    size = f" Reduced: {reduced} ({SETTINGS})." if (reduced := reductions(comparison)) else ""
+    return f"Command: {command}. Metrics: {'; '.join(item.measures)}{_points(comparison)}.{size}"
+
+
+def _not_run(comparisons: Sequence[Comparison], pictures: Sequence[str]) -> list[str]:
+    """Return the folded section of the tables and figures without any results."""
+    if not comparisons:
+        return []
+    parts = []
+    for comparison in comparisons:
+        lines = [*_missing(comparison, pictures), *_untested(comparison)]
+        parts += [f"### {_name(comparison)}", _description(comparison), "\n".join(lines)]
+    names = ", ".join(_name(comparison) for comparison in comparisons)
+    return ["## Not run", _folded(names, "\n\n".join(parts))]
+
+
+def _missing(comparison: Comparison, pictures: Sequence[str]) -> list[str]:
+    """Return a list item for each requirement of missing runs: the positions, the command, the data and the time."""
+    if comparison.item.draws_alone:
+        return [] if _picture(comparison) in pictures else [f"- {capitalised(needed_to_draw(comparison))}."]
+    groups: dict[str, list[Entry]] = {}
+    for entry in comparison.entries:
+        if entry.state == NOT_RUN:
+            groups.setdefault(needs(comparison, entry), []).append(entry)
+    return [
+        f"- {_positions(entries, comparison)}: {needed}.{_time(comparison, entries)}"
+        for needed, entries in groups.items()
+    ]
+
+
+def _time(comparison: Comparison, entries: Sequence[Entry]) -> str:
+    """Return the number of missing runs, with their time if runs of the same scale have finished."""
+    number, seconds = missing_runs(comparison, entries)
+    if not number:
+        return ""
+    runs = f"{number} run{'s' * (number > 1)}"
+    if seconds is None:
+        return f" {runs}. No run of this size has been timed."
+    return f" {runs}, about {duration(number * seconds)} in total."
+
+
+def _settings(comparisons: Sequence[Comparison], links: Mapping[str, str]) -> list[str]:
+    """Return the section with the settings that differ from the paper's: one list item per distinct set of settings."""
+    groups: dict[str, list[str]] = {}
+    for comparison in comparisons:
         for scale in comparison.scales:
             if changes := changed(comparison, scale):
-                parts.append(_filled(f"Settings at the {scale} scale, with the paper's values in brackets: {changes}."))
-    if item.kind == "partition":
-        parts.append(f"Command: `posy paper {paper} {item.name}`, which does not need any runs.")
-    if item.rows and (item.printed or comparison.entries):
-        parts.append(table(comparison))
-    if (name := _picture(paper, comparison)) in pictures:
-        parts.append(f"![{item.title.partition(':')[0]}]({name})")
-    elif item.draws_alone:
-        parts.append(_filled(f"{capitalised(NOT_RUN)}: {comparison.needed()}."))
-    if comparison.verdicts:
-        parts.append("\n".join(f"- {_describe(claim, verdict)}" for claim, verdict in comparison.verdicts))
-    parts += map(_filled, _notes(comparison))
-    parts += map(_filled, _reasons(comparison))
-    if comparison.cells:
-        results = {cell: cell.summary() or {} for _, cells in comparison.cells.values() for cell in cells}
-        parts += [_filled(f"Machine: {line}.") for line in machines(results)]
-    return parts
+                groups.setdefault(changes, []).append(links[comparison.item.name])
+    lines = [_filled(f"- {', '.join(names)}: {changes}.", "  ") for changes, names in groups.items()]
+    return ["## Settings that differ from the paper", "\n".join(lines)] if lines else []
+
+
+def _machines(comparisons: Sequence[Comparison], links: Mapping[str, str]) -> list[str]:
+    """Return the section with the number of runs, the run time and the machines of each table and figure."""
+    every_run: dict[Cell, dict[str, Any]] = {}
+    groups: list[tuple[str, str, dict[Cell, dict[str, Any]]]] = []
+    for comparison in comparisons:
+        for scale in comparison.scales:
+            cells = [cell for cells in comparison.finished[scale].values() for cell in cells]
+            results = {cell: cell.summary() or {} for cell in cells}
+            size = "" if scale == "full" and not comparison.item.in_paper else SCALE_NAMES[scale]
+            groups.append((links[comparison.item.name], size, results))
+            every_run |= results
+    if not groups:
+        return []
+    lines = machines(every_run)  # each ends with the date of the last run
+    letters = {line.rpartition("; ")[0]: chr(ord("A") + number) for number, line in enumerate(lines)}
+    rows = [["", "size", "runs", "run time", "machines"], ["---", "---", "---:", "---:", "---"]]
+    for link, size, results in groups:
+        used = sorted(letters[line.rpartition("; ")[0]] for line in machines(results))
+        seconds = sum(float(summary["seconds"]) for summary in results.values())
+        rows.append([link, size, str(len(results)), duration(seconds), ", ".join(used)])
+    listed = "\n".join(
+        f"- {letter}: {machine}; last run {line.rpartition('; ')[2]}."
+        for (machine, letter), line in zip(letters.items(), lines, strict=True)
+    )
+    about = "Run times add up the runs, one after the other. Tables with the same runs each count them."
+    return ["## Machines and run times", about, markdown_table(rows), listed]
+
+
+def _has_results(comparison: Comparison, pictures: Sequence[str]) -> bool:
+    """Return whether a page can show numbers or a picture of a table or figure."""
+    return _picture(comparison) in pictures or any(entry.numbers for entry in comparison.entries)
 
 
 def _notes(comparison: Comparison) -> list[str]:
@@ -197,39 +292,41 @@ def _notes(comparison: Comparison) -> list[str]:
 
 
 def _reasons(comparison: Comparison) -> list[str]:
-    """Explain why numbers differ from the paper's or are missing: one paragraph per reason, with the positions."""
-    reasons: dict[tuple[str, str], list[Entry]] = {}
+    """Explain why numbers are not comparable with the paper's or differ: one list item per reason.
+
+    The headers of the tables mark reduced runs as not comparable, so these runs need no item without a reason.
+    """
+    labels = {NOT_COMPARABLE: "Not comparable", DIFFERS: "Different from the paper"}
+    groups: dict[tuple[str, str], list[Entry]] = {}
     for entry in comparison.entries:
-        if entry.state in (DIFFERS, NOT_RUN):
-            reasons.setdefault((entry.state, entry.why or UNKNOWN), []).append(entry)
-    labels = {DIFFERS: "Different from the paper", NOT_RUN: "Not run"}
+        if entry.state == DIFFERS or (entry.state == NOT_COMPARABLE and entry.why):
+            groups.setdefault((entry.state, entry.why or UNKNOWN), []).append(entry)
     return [
-        f"{labels[state]}: {_positions(entries, comparison)}. {capitalised(reason)}."
-        for (state, reason), entries in reasons.items()
+        _filled(f"- {labels[state]}: {_positions(entries, comparison)}. {capitalised(reason)}.", "  ")
+        for (state, reason), entries in groups.items()
     ]
-
-
-def _seconds(comparison: Comparison) -> float:
-    """Return the sum of the wall-clock times of the runs, in seconds."""
-    summaries = (cell.summary() or {} for _, cells in comparison.cells.values() for cell in cells)
-    return float(sum(summary["seconds"] for summary in summaries))
 
 
 def _more_seeds(comparison: Comparison, scale: str) -> str:
     """Return the option ``--seeds`` if runs at a scale have seeds that the item does not list, else an empty string."""
-    seeds = {cell.seed for drawn_at, cells in comparison.cells.values() if drawn_at == scale for cell in cells}
+    seeds = {cell.seed for cells in comparison.finished[scale].values() for cell in cells}
     return f" --seeds {max(seeds) + 1}" if seeds - {*comparison.item.seeds(scale)} else ""
 
 
-def _filled(text: str) -> str:
-    """Wrap text at 120 characters without breaking file names."""
-    return fill(text, 120, break_on_hyphens=False, break_long_words=False)
+def _folded(summary: str, text: str) -> str:
+    """Return text that GitHub shows only after a click on its summary."""
+    return f"<details><summary>{summary}</summary>\n\n{text}\n\n</details>"
+
+
+def _filled(text: str, indent: str = "") -> str:
+    """Wrap text at 120 characters without breaking file names, with an indent of all lines but the first."""
+    return fill(text, 120, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
 
 
 def _positions(entries: Sequence[Entry], comparison: Comparison) -> str:
     """Return the positions of entries: rows with their column, or only the column if all its entries are included."""
     if len(entries) == len(comparison.entries):
-        return "all numbers"
+        return "All numbers"
     sizes, listed = (Counter(entry.variant for entry in group) for group in (comparison.entries, entries))
     names = (
         entry.variant if sizes[entry.variant] == listed[entry.variant] else f"{entry.variant} / {entry.row}"
@@ -249,46 +346,6 @@ def _points(comparison: Comparison) -> str:
     return "".join(f"; {point} ({'; '.join(rows)})" for point, rows in points.items())
 
 
-def _seeds(comparison: Comparison) -> str:
-    """Return a sentence with the most frequent number of seeds, or an empty string if there are no numbers."""
-    seeds = comparison.usual_seeds
-    return f" Number of seeds: {seeds}, unless stated otherwise in the table." if seeds else ""
-
-
-def _at_scale_small(comparisons: Sequence[Comparison]) -> float:
-    """Return the total time, in seconds, of the distinct runs at the small scale whose seeds the files list."""
-    summaries = {
-        frozenset(cell.decisive.items()): cell.summary() or {}
-        for comparison in comparisons
-        for cells in comparison.finished.get("small", {}).values()
-        for cell in cells
-        if cell.seed in comparison.item.seeds("small")
-    }
-    return float(sum(summary["seconds"] for summary in summaries.values()))
-
-
-def _describe(claim: Claim, verdict: Verdict) -> str:
-    """Return a claim and its outcome as text."""
-    if verdict.difference is None:
-        return f"{claim.say}: **{verdict.word}**"
-    digits = 2 if in_percent(claim.measure) else 3
-    if size := max(abs(verdict.difference), verdict.std or 0.0):
-        digits = max(digits, -math.floor(math.log10(size)))
-    std = "" if verdict.std is None else f" ± {verdict.std:.{digits}f}"
-    details = [f"{verdict.difference:+.{digits}f}{std}", f"{verdict.pairs} pair{'s' * (verdict.pairs > 1)}"]
-    if verdict.of:
-        agreeing = f"claim confirmed in {verdict.confirmed} of {verdict.compared} comparisons"
-        details = [f"{verdict.of}: {details[0]}", details[1], agreeing]
-    explanation = f". {capitalised(claim.why)}." if claim.why and verdict.word not in ("confirmed", "not run") else ""
-    scale = " at the small scale" if verdict.scale == "small" else ""
-    return f"{claim.say}: **{verdict.word}**{scale} ({', '.join(details)}){explanation}"
-
-
-def _outcome(verdict: Verdict) -> str:
-    """Return the outcome of a claim, with a mark if its runs are at the small scale."""
-    return f"{verdict.word} (small)" if verdict.scale == "small" and verdict.difference is not None else verdict.word
-
-
 def _shown(key: str, value: Scalar) -> str:
     """Format a setting's value for display."""
     return "all" if key == "max-samples" and value == 0 else _typed(value)
@@ -299,10 +356,10 @@ def _typed(value: Scalar) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _picture(paper: str, comparison: Comparison) -> str:
-    return f"{paper}-{comparison.item.name}.png"
+def _name(comparison: Comparison) -> str:
+    """Return the name of a table or figure, such as ``Table 1``."""
+    return comparison.item.title.partition(":")[0]
 
 
-def _anchor(title: str) -> str:
-    """Return GitHub's anchor for a heading."""
-    return "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c in "-_")
+def _picture(comparison: Comparison) -> str:
+    return f"{comparison.item.paper}-{comparison.item.name}.png"

@@ -5,9 +5,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from posy.commands import archive
-from posy.commands.papers.compare import Comparison
+from posy.commands.papers.compare import STATES, Comparison
 from posy.commands.papers.counts import count
-from posy.commands.papers.item import SCALES, archived_elsewhere, item, items, missing_results, papers, restore_runs
+from posy.commands.papers.item import (
+    SCALES,
+    Item,
+    archived_elsewhere,
+    archives_of,
+    item,
+    items,
+    local_results,
+    missing_results,
+    papers,
+    restore_runs,
+    stored_results,
+)
 from posy.commands.papers.page import claims, overview, pictures_in, states, write
 from posy.commands.papers.verdict import OUTCOMES
 from posy.commands.table import Cell, Plan, fill
@@ -22,10 +34,7 @@ PAGES = Path("docs/papers")
 """Folder of the papers' pages, relative to the working directory."""
 OWN = Path("results/papers")
 """Folder for runs and pages whose command-line settings affect the results."""
-COLUMNS = (
-    *("claims", *OUTCOMES),
-    *("numbers reproduced", "differ", "plotted", "not run"),
-)
+COLUMNS = ("main claims", *OUTCOMES, *(f"numbers {state}" for state in STATES))
 """Columns of the list of papers."""
 ITEM = ("name", "content", "numbers", "claims")
 """Columns of the list of tables and figures."""
@@ -87,11 +96,12 @@ def run_part(
     for entry in selected:
         if not (entry.has_runs or entry.counts_classes):
             continue
+        (folder or local_results(name)).mkdir(parents=True, exist_ok=True)  # else the results would be temporary
         plan = entry.plan(scale, overrides, folder, seeds)
         if entry.has_runs:
-            failures |= _run(plan, entry.title, entry.seeds(scale, seeds), jobs, absent)
+            failures |= _run(plan, entry, entry.seeds(scale, seeds), jobs, absent, archives_of(name, folder))
         if entry.counts_classes:
-            counted = count(plan, absent)
+            counted = count(plan, absent, stored_results(name) / plan.output.name)
             failures |= {f"{entry.title}, {variant}": reason for variant, reason in counted.items()}
     show_paper(name, overrides, folder)
     for data, reason in absent.items():
@@ -101,16 +111,19 @@ def run_part(
     return 1 if failures else 0
 
 
-def _run(plan: Plan, title: str, seeds: Collection[int], jobs: int, absent: dict[str, str]) -> dict[str, str]:
+def _run(
+    plan: Plan, entry: Item, seeds: Collection[int], jobs: int, absent: dict[str, str], archives: Sequence[Path]
+) -> dict[str, str]:
     """Run the missing cells of a plan for some seeds, and return the reasons for failures, keyed by cell name.
 
-    Record in ``absent`` why data sets or word vectors are unreadable, keyed by their names.
+    Restore finished runs from ``archives``. Record in ``absent`` why data sets or word vectors are unreadable, keyed by
+    their names.
     """
-    restore_runs(plan)
+    restore_runs(plan, archives)
     requested = [cell for cell in plan.cells if cell.seed in seeds]
     possible = {cell for cell in requested if _data_is_there(cell, absent)}
-    print(f"{title}: {len(possible)} of {len(requested)} runs are available", flush=True)
-    stored, elsewhere = archive.read(plan.output), archived_elsewhere(plan)
+    print(f"{entry.title}: {len(possible)} of {len(requested)} runs are available", flush=True)
+    stored, elsewhere = archive.read(plan.output), archived_elsewhere(plan, archives)
     # Runs of other tables stay in those tables' archives. Runs with other seeds or names stay in this archive.
     cells = tuple(
         cell

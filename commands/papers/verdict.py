@@ -1,6 +1,5 @@
 """Compare a paper's numbers with the runs' numbers, and test the paper's claims."""
 
-import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -15,10 +14,7 @@ ROUNDING = 1e-12
 SPREADS, UNITS = 2.0, 2.0
 """Maximum deviation from the paper's number, in standard deviations and in multiples of the unit of :func:`agrees`.
 Both limits apply."""
-FEW = 3
-"""Minimum number of pairs for ``within the noise``. With two pairs, a mean below 13 standard errors is not
-significant."""
-OUTCOMES = ("confirmed", "refuted", "within the noise", "too few runs", "not run")
+HOLDS, FAILS, UNDECIDED, NOT_TESTED = OUTCOMES = ("holds", "does not hold", "undecided", "not tested")
 """Possible outcomes of a claim."""
 
 
@@ -39,12 +35,13 @@ def number(values: Sequence[float]) -> Number | None:
 
 
 def distances(values: Mapping[int, float]) -> dict[int, float]:
-    """Return each seed's distance from the mean over the seeds, or an empty mapping for a single seed.
+    """Return each seed's distance from the mean over the seeds, or an empty mapping for fewer than three seeds.
 
-    Levene's test of two spreads compares the means of these distances.
+    Levene's test of two spreads compares the means of these distances. The distances of two seeds are equal, so their
+    differences would have no variance.
     """
     mean = statistics.fmean(values.values()) if values else 0.0
-    return {seed: abs(value - mean) for seed, value in values.items()} if len(values) > 1 else {}
+    return {seed: abs(value - mean) for seed, value in values.items()} if len(values) > 2 else {}
 
 
 def agrees(ours: Number, printed: float, spread: float | None, unit: float) -> bool:
@@ -62,18 +59,31 @@ def agrees(ours: Number, printed: float, spread: float | None, unit: float) -> b
 class Verdict:
     """The outcome of a claim; ``word`` is one of ``OUTCOMES``.
 
-    ``difference``, ``std`` and ``pairs`` describe the two rows that decide the outcome, and ``of`` names these rows.
-    The claim holds for ``confirmed`` of ``compared`` pairs of rows. ``scale`` is the scale of the runs.
+    ``difference``, ``std``, ``pairs`` and ``p_value`` describe the two rows that decide the outcome, and ``of`` names
+    these rows. The p-value is None for a single pair of results. The pairs of results come from ``seeds`` seeds and
+    ``columns`` variants, in runs at the scale ``scale``. The claim holds for ``holding`` of ``compared`` pairs of rows.
     """
 
     word: str
     difference: float | None = None
     std: float | None = None
     pairs: int = 0
+    p_value: float | None = None
     of: str = ""
-    confirmed: int = 0
+    holding: int = 0
     compared: int = 0
     scale: str = ""
+    seeds: int = 0
+    columns: int = 0
+
+
+@dataclass(frozen=True)
+class _Test:
+    """The outcome for two rows, its p-value (None for a single pair of results), and the summary of the differences."""
+
+    word: str
+    p_value: float | None
+    summary: Number
 
 
 def verdict(
@@ -81,13 +91,16 @@ def verdict(
 ) -> Verdict:
     """Judge a claim by the differences between its rows, in the claimed direction.
 
-    The claim is confirmed if it holds for every pair of rows with differences. The claim holds for a pair if the mean
-    difference is significantly above ``by`` (two-sided t-test, 5 %). The claim is refuted if the mean difference of any
-    pair is significantly below ``by``, with Holm's correction for the number of pairs.
+    The claim holds if it holds for every pair of rows with differences. It holds for a pair if the mean difference is
+    significantly above ``by`` (two-sided t-test, 5 %). The claim does not hold if the mean difference of any pair is
+    significantly below ``by``, with Holm's correction for the number of pairs. Otherwise it is undecided.
 
     With ``within``, the claim holds for a pair if the absolute mean difference is significantly below ``within`` (two
-    one-sided t-tests, 5 % each: Schuirmann, 1987). The claim is refuted if this difference is significantly above
+    one-sided t-tests, 5 % each: Schuirmann, 1987). The claim does not hold if this difference is significantly above
     ``within``.
+
+    The deciding pair of a claim that holds is the pair with the largest p-value. Otherwise it is the pair with the
+    lowest mean difference (with ``within``, the largest absolute one) among the pairs with the claim's outcome.
 
     Parameters
     ----------
@@ -98,39 +111,51 @@ def verdict(
         smallest mean difference. With 1, the claim is that the row is first or second.
     """
     means = sorted((statistics.fmean(values), pair) for pair, values in differences.items() if values)
-    results = {pair: _compared(differences[pair], by, within) for _, pair in means[but:]}
-    if not results:
-        return Verdict("not run")
-    words = {pair: word for pair, (word, _, _) in results.items()}
-    below = sorted((results[pair][1], pair) for pair, word in words.items() if word == "refuted")
-    rejected = itertools.takewhile(lambda each: each[1][0] * (len(results) - each[0]) < LEVEL, enumerate(below))  # Holm
-    words |= {pair: _undecided(results[pair][2].seeds) for _, pair in below[len(list(rejected)) :]}
-    overall = next((w for w in ("refuted", "too few runs", "within the noise") if w in words.values()), "confirmed")
-    deciding = {pair: results[pair][2] for pair, word in words.items() if word == overall}
-    pair, decisive = min(deciding.items(), key=lambda each: each[1].mean if within is None else -abs(each[1].mean))
-    confirmed = list(words.values()).count("confirmed")
-    return Verdict(overall, decisive.mean, decisive.std, decisive.seeds, pair, confirmed, len(words))
+    tests = _corrected({pair: _compared(differences[pair], by, within) for _, pair in means[but:]})
+    if not tests:
+        return Verdict(NOT_TESTED)
+    words = [test.word for test in tests.values()]
+    overall = next((word for word in (FAILS, UNDECIDED) if word in words), HOLDS)
+    deciding = {pair: test for pair, test in tests.items() if test.word == overall}
+
+    def adversity(pair: str) -> float:
+        test = deciding[pair]
+        if overall == HOLDS:
+            return test.p_value or 0.0
+        return -test.summary.mean if within is None else abs(test.summary.mean)
+
+    pair = max(deciding, key=adversity)
+    test = deciding[pair]
+    mean, std, pairs = test.summary.mean, test.summary.std, test.summary.seeds
+    return Verdict(overall, mean, std, pairs, test.p_value, pair, words.count(HOLDS), len(words))
 
 
-def _compared(differences: Sequence[float], by: float, within: float | None) -> tuple[str, float, Number]:
-    """Return the outcome for two rows, its p-value, and the summary of their differences."""
+def _compared(differences: Sequence[float], by: float, within: float | None) -> _Test:
+    """Test the differences between two rows."""
     summary = number(differences)
     assert summary is not None
     if summary.std is None:
-        return _undecided(1), 1.0, summary
+        return _Test(UNDECIDED, None, summary)
     if within is None:
         as_claimed, otherwise = 2 * _greater(differences, by), 2 * _less(differences, by)
     else:
         as_claimed = max(_greater(differences, -within), _less(differences, within))
         otherwise = 2 * min(_less(differences, -within), _greater(differences, within))
     if as_claimed < LEVEL:
-        return "confirmed", as_claimed, summary
-    return "refuted" if otherwise < LEVEL else _undecided(summary.seeds), otherwise, summary
+        return _Test(HOLDS, as_claimed, summary)
+    if otherwise < LEVEL:
+        return _Test(FAILS, otherwise, summary)
+    return _Test(UNDECIDED, min(as_claimed, otherwise, 1.0) if within is None else min(as_claimed, 1.0), summary)
 
 
-def _undecided(pairs: int) -> str:
-    """Return the outcome of an undecided claim, which depends on the number of pairs."""
-    return "within the noise" if pairs >= FEW else "too few runs"
+def _corrected(tests: Mapping[str, _Test]) -> dict[str, _Test]:
+    """Apply Holm's correction to the p-values of the pairs of rows for which a claim does not hold."""
+    corrected, largest = dict(tests), 0.0
+    failing = sorted((test.p_value or 0.0, pair) for pair, test in tests.items() if test.word == FAILS)
+    for rank, (p_value, pair) in enumerate(failing):
+        largest = max(largest, min(p_value * (len(tests) - rank), 1.0))
+        corrected[pair] = _Test(FAILS if largest < LEVEL else UNDECIDED, largest, tests[pair].summary)
+    return corrected
 
 
 def _less(differences: Sequence[float], than: float) -> float:

@@ -1,0 +1,119 @@
+"""The sizes of finished runs, and the requirements of missing runs: the command, the data and the time."""
+
+import statistics
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from posy.commands.papers.compare import Comparison, Entry
+from posy.commands.papers.counts import first_cells
+from posy.commands.papers.item import Claim
+from posy.commands.table import Cell
+from posy.data.published import describe
+from posy.data.settings import DataSettings
+from posy.strategies.registry import declared
+
+WANTED = {name: files for name, _, files, _ in describe()}
+"""Files that each data set requires in ``data-dir``."""
+SIZES = {"num-server-rounds": "rounds", "num-clients": "clients", "max-samples": "samples"}
+"""Settings that determine the size of a run, with the names of the things that they count."""
+REPLACED = ("model", "dataset")
+"""Settings that reduced runs may replace with a smaller network or a data set that downloads automatically."""
+
+
+def reductions(comparison: Comparison, claim: Claim | None = None) -> str:
+    """Return the size of the finished reduced runs and of the paper's, as ``10 of 1000 rounds, 2000 samples``.
+
+    With ``claim``, only consider the variants that the claim covers.
+    """
+    variants = (claim and claim.variants) or comparison.item.variants
+    finished = comparison.finished.get("small", {}).items()
+    reduced = [cell for (variant, _), cells in finished if variant in variants for cell in cells]
+    if not reduced:
+        return ""
+    plan = comparison.item.plan("full") if comparison.decisive else comparison.plans["full"]
+    full = [cell for cell in plan.cells if cell.variant in {cell.variant for cell in reduced}]
+    sizes = []
+    for key, name in SIZES.items():
+        counts, papers = _values(reduced, key), _values(full, key)
+        if counts != papers:
+            of = "" if papers == {0} else f" of {_span(papers)}"  # 0 samples are all samples
+            sizes.append(f"{_span(counts)}{of} {name}")
+    for key in REPLACED:
+        names, papers = _values(reduced, key), _values(full, key)
+        if names != papers:
+            sizes.append(f"{' or '.join(sorted(names))} instead of {' or '.join(sorted(papers))}")
+    return ", ".join(sizes)
+
+
+def datasets(comparison: Comparison, claim: Claim) -> list[str]:
+    """Return the names of the data sets in the planned runs of a claim's variants."""
+    variants = claim.variants or comparison.item.variants
+    cells = [cell for plan in comparison.plans.values() for cell in plan.cells if cell.variant in variants]
+    return list(dict.fromkeys(map(_dataset, cells)))
+
+
+def needs(comparison: Comparison, entry: Entry) -> str:
+    """Return the command that starts the missing runs of an entry, and the data that the command requires."""
+    item = comparison.item
+    if not entry.row:  # the item has no rows: a figure of a partition, or an experiment that Posy cannot run
+        counted = [cell for plan in comparison.plans.values() if (cell := first_cells(plan).get(entry.variant))]
+        return _command(comparison, "", _dataset(counted[0])) if counted else str(item.content.get("needs", ""))
+    planned = comparison.planned(entry.variant, entry.row)
+    if not planned:
+        return str(item.content.get("needs", f"Posy does not implement {entry.row}"))
+    weights = Path(str(planned[0].config.get("weights", ""))).name
+    return _command(comparison, f" --scale {_scale(comparison, planned[0])}", _dataset(planned[0]), weights)
+
+
+def needed_to_draw(comparison: Comparison) -> str:
+    """Return the command for a figure without runs, and the data that the command requires."""
+    item = comparison.item
+    return _command(comparison, "", item.settings_of(item.variants[0]).data.dataset)
+
+
+def missing_runs(comparison: Comparison, entries: Sequence[Entry]) -> tuple[int, float | None]:
+    """Return the number of missing runs of entries, and the mean time of such a run in seconds.
+
+    The runs have the smallest scale of the first entry. The time is None if no run at this scale has finished.
+    """
+    cells = [cell for entry in entries for cell in comparison.planned(entry.variant, entry.row)]
+    if not cells or not comparison.item.has_runs:
+        return 0, None
+    scale = _scale(comparison, cells[0])
+    seeds = comparison.item.seeds(scale)
+    missing = {cell for cell in cells if cell.seed in seeds and _scale(comparison, cell) == scale}
+    seconds = [(cell.summary() or {})["seconds"] for run in comparison.finished[scale].values() for cell in run]
+    return len(missing), statistics.fmean(seconds) if seconds else None
+
+
+def _command(comparison: Comparison, options: str, dataset: str, weights: str = "") -> str:
+    """Return the command that starts the missing runs, and the data and word vectors that they need."""
+    command = f"`posy paper {comparison.item.paper} {comparison.item.name}{options}`"
+    available = any(_dataset(cell) == dataset for _, cells in comparison.cells.values() for cell in cells)
+    if available and not weights:
+        return f"the data is available: run {command}"
+    if dataset not in WANTED:
+        return f"run {command}"
+    return f"{command} needs {dataset} in data-dir ({WANTED[dataset]})" + (
+        f" and {weights} in the same folder" if weights else ""
+    )
+
+
+def _scale(comparison: Comparison, cell: Cell) -> str:
+    """Return the scale of a planned run."""
+    return next(scale for scale, plan in comparison.plans.items() if cell in plan.cells)
+
+
+def _values(cells: Sequence[Cell], key: str) -> set[Any]:
+    """Return the distinct values of a setting in some runs."""
+    return {cell.config.get(key, declared()[key].default) for cell in cells}
+
+
+def _span(values: Collection[int]) -> str:
+    """Return a number, or a range such as ``15 to 60``."""
+    return " to ".join(str(value) for value in dict.fromkeys((min(values), max(values))))
+
+
+def _dataset(cell: Cell) -> str:
+    return str(cell.config.get("dataset", DataSettings.dataset))

@@ -1,0 +1,119 @@
+"""Write the numbers of a table or figure in Markdown, in columns for the paper, reduced runs and full-size runs."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from posy.commands.papers.compare import DIFFERS, NOT_COMPARABLE, REPRODUCED, Comparison, Entry
+from posy.commands.papers.record import PARAMETERS, in_percent
+from posy.commands.papers.verdict import Number
+
+PAPER = "paper"
+"""Name of the columns with the paper's numbers, in addition to the names of the scales."""
+MARKS = {REPRODUCED: " ✓", DIFFERS: " ≠"}
+
+
+class _Column(NamedTuple):
+    """A column: its variant, measure and source, which is ``PAPER`` or a scale."""
+
+    variant: str
+    measure: str
+    source: str
+
+
+Entries = Mapping[tuple[str, str, str], Entry]
+"""Entries with numbers, keyed by variant, measure and row."""
+
+
+def table(comparison: Comparison) -> str:
+    """Return a Markdown table of the finished runs, with separate columns for the paper and for each scale.
+
+    A header states what ± means in its column. If all columns have the same source, the first header states it for
+    them. Rows and columns without finished runs are omitted.
+    """
+    entries = {(entry.variant, entry.measure, entry.row): entry for entry in comparison.entries if entry.numbers}
+    columns = list(_columns(comparison, entries))
+    rows = [row for row in comparison.item.rows if any(key[2] == row for key in entries)]
+    names = [_name(comparison, column) for column in columns]
+    sources = [_source(comparison, column, entries) for column in columns]
+    header = ["", *(f"{name}<br>{source}" for name, source in zip(names, sources, strict=True))]
+    return markdown_table(
+        [
+            header if len(set(sources)) > 1 else [sources[0], *names],
+            ["---", *["---:"] * len(columns)],
+            *([row, *(_cell(comparison, column, row, entries) for column in columns)] for row in rows),
+        ]
+    )
+
+
+def markdown_table(lines: Sequence[Sequence[str]]) -> str:
+    """Return lines of cells as a Markdown table; the second line must contain the dashes."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _columns(comparison: Comparison, entries: Entries) -> Iterator[_Column]:
+    """Yield the columns with numbers of finished runs, each after the column with the paper's numbers."""
+    for variant, measure in comparison.item.columns:
+        numbers = [entry.numbers for key, entry in entries.items() if key[:2] == (variant, measure)]
+        if not numbers:
+            continue
+        if any(key[:2] == (variant, measure) for key in comparison.item.printed):
+            yield _Column(variant, measure, PAPER)
+        for scale in comparison.finished or ("",):
+            if any(scale in values for values in numbers):
+                yield _Column(variant, measure, scale)
+
+
+def _name(comparison: Comparison, column: _Column) -> str:
+    """Return the name of a column: the variant, and the measure if there are several."""
+    measure = column.measure if len(comparison.item.measures) > 1 else ""
+    return ", ".join(filter(None, (column.variant, measure))) or column.measure
+
+
+def _source(comparison: Comparison, column: _Column, entries: Entries) -> str:
+    """Return the source of a column's numbers, whether they are comparable with the paper's, and what ± means."""
+    item, (_, measure, source) = comparison.item, column
+    if source == PAPER:
+        has_spread = any(value.spread is not None for key, value in item.printed.items() if key[:2] == column[:2])
+        return PAPER + (f", ± over {item.content['spread']}" if has_spread else "")
+    label = "reduced" if source == "small" else "full size" if source and item.in_paper else "Posy"
+    if _states(column, entries) == {NOT_COMPARABLE}:
+        label += ", not comparable"
+    if measure == PARAMETERS:
+        return label
+    seeds = comparison.usual_seeds(source)
+    return f"{label}, {f'± over {seeds} seeds' if seeds > 1 else '1 seed'}"
+
+
+def _cell(comparison: Comparison, column: _Column, row: str, entries: Entries) -> str:
+    """Return the number of a row in a column as text, with its number of seeds if that differs from the header's."""
+    variant, measure, source = column
+    if source == PAPER:
+        printed = comparison.item.printed.get((variant, measure, row))
+        return printed.text if printed else ""
+    entry = entries.get((variant, measure, row))
+    if entry is None or source not in entry.numbers:
+        return ""
+    value = entry.numbers[source]
+    text = text_of(value, 2 if in_percent(measure) else 3)
+    if measure != PARAMETERS and value.seeds != comparison.usual_seeds(source):
+        text += f" ({value.seeds} seed{'s' * (value.seeds > 1)})"
+    if source == "small":
+        return text
+    if entry.state == NOT_COMPARABLE and _states(column, entries) != {NOT_COMPARABLE}:
+        return f"{text} (not comparable)"
+    return text + MARKS.get(entry.state, "")
+
+
+def _states(column: _Column, entries: Entries) -> set[str]:
+    """Return the states of a column's numbers that have a number in the paper."""
+    states = {
+        entry.state
+        for key, entry in entries.items()
+        if key[:2] == column[:2] and column.source in entry.numbers and entry.printed
+    }
+    return {NOT_COMPARABLE} if states and column.source == "small" else states
+
+
+def text_of(value: Number, digits: int) -> str:
+    """Return a number as text, with its standard deviation if it has one."""
+    return f"{value.mean:.{digits}f}" + (f" ± {value.std:.{digits}f}" if value.std is not None else "")
