@@ -217,10 +217,10 @@ def tune(
 @app.command(
     epilog="""\b
 examples:
-  posy paper                                          the papers and the outcomes of their claims
+  posy paper                                          the papers and the verdicts on their main claims
   posy paper fedfew                                   redraw docs/papers/fedfew.md from the finished runs
   posy paper fedfew table1 --scale small              run a table, then redraw the page
-  posy paper fedfew table1 --scale small --seeds 5    add seeds, for claims within the noise
+  posy paper fedfew table1 --scale small --seeds 5    add seeds, for undecided claims
   posy paper cwfedavg all --scale small -j 2 data-dir=datasets"""
 )
 def paper(
