@@ -14,6 +14,9 @@ if not (_HERE / "server_app").is_dir():
     # packages themselves. Flower's app bundle contains them in the parent folder, which Posy adds to the search path.
     __path__.append(str(_HERE.parent))
 
+from posy.data.errors import DataError  # noqa: E402
+from posy.settings import RunError, SettingsError  # noqa: E402
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     from posy.models.own import Described
     from posy.server_app.record import Record
     from posy.settings import Scalar
+
+__all__ = ["DataError", "RunError", "SettingsError", "load", "network", "run"]
 
 
 def run(**settings: "Scalar") -> "Record":

@@ -164,8 +164,8 @@ class MethodSettings:
         ----------
         network : torch.nn.Module
             The network that all clients share.
-        x : Tensor, (B, *input_shape)
-            The samples.
+        x : Tensor
+            The samples ``(B, *input_shape)``.
         """
         raise NotImplementedError
 
@@ -183,8 +183,8 @@ class MethodSettings:
         ----------
         network : torch.nn.Module
             The network that all clients share.
-        x : Tensor, (B, *input_shape)
-            The samples.
+        x : Tensor
+            The samples ``(B, *input_shape)``.
         """
         return ()
 
