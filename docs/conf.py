@@ -5,6 +5,7 @@ import re
 import sys
 from importlib.metadata import version as installed_version
 from pathlib import Path
+from typing import Any
 
 from click import Context
 from sphinx.application import Sphinx
@@ -72,7 +73,14 @@ def show_examples(app: Sphinx, context: Context, lines: list[str]) -> None:
     lines[:] = ["Examples::", "", *(f"   {line.strip()}" for line in examples), ""] if examples else []
 
 
+def add_sorting(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: object) -> None:
+    """Let readers sort the tables of the benchmarks."""
+    if page.startswith("benchmarks/"):
+        app.add_js_file("sort.js", loading_method="defer")
+
+
 def setup(app: Sphinx) -> None:
     """Connect the functions of this file."""
     app.connect("source-read", link_to_files)
+    app.connect("html-page-context", add_sorting)
     app.connect("sphinx-click-process-epilog", show_examples)

@@ -1,4 +1,4 @@
-"""Write the parts of the documentation that repeat the code: settings, methods, networks and data sets.
+"""Write the parts of the documentation that repeat the code or the results in benchmarks/results.
 
 usage: python docs/generate.py [--check]
 
@@ -14,7 +14,9 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -49,7 +51,22 @@ FIVE = 5
 ROUNDING = 2e-7
 """Relative difference between models that is explained by rounding. Methods below it are counted, but not listed."""
 COMPARED = {"digits": "digits", "mnist": "MNIST", "agnews": "AG News", "cifar10": "CIFAR-10, Dir(0.1)"}
-"""Titles of the comparisons of all methods, keyed by data set."""
+"""Titles of the comparisons of all methods by accuracy, keyed by data set."""
+HOSPITALS = {"heart": "heart disease, AUROC"}
+"""Title of the comparison of all methods on four hospitals."""
+TUNED = {"digits": "Dir(0.1)", "mnist": "Dir(0.1)", "cifar10": ""}
+"""The variants of the comparisons with tuned settings, keyed by data set."""
+DISTANCES = {
+    "Mahalanobis, client branch or first blocks": "**client branch or first blocks, by client and class**",
+    "Mahalanobis, client branch, by client and class": "client branch, by client and class",
+    "nearest neighbours, client branch": "nearest neighbours, client branch",
+    "largest density ratio": "largest density ratio",
+    "energy of the classes": "energy of the class logits",
+    "largest class probability": "largest class probability",
+}
+"""The scores of queries that the documentation lists, with their titles. The first one is Posy's."""
+FOREIGN = {"noise": "noise", "inverted": "inverted", "held-out class": "class", "cifar10": "CIFAR-10", "mnist": "MNIST"}
+"""Titles of foreign queries."""
 MARKED = re.compile(r"(generated: (\w+)(?: -->)?\n).*?((?:<!--|#) end\b)", re.DOTALL)
 
 
@@ -87,8 +104,8 @@ def methods() -> str:
     columns.append("tasks")
     return (
         f"{table(columns, rows)}\n\nA method's page states its equations, messages, state, settings with their "
-        "sources, and deviations from the paper.\n[Checks against published programs](../benchmarks/agreement.md) "
-        "lists the programs and the largest differences from Posy."
+        "sources, and deviations from the paper.\n[Agreement with other programs](../benchmarks/agreement.md) lists "
+        "the programs and the largest differences from Posy."
     )
 
 
@@ -144,16 +161,19 @@ def card_of(method: str) -> MethodCard | None:
 
 
 def method_pages() -> dict[Path, str]:
-    """Return the contents of the pages in docs/methods: the checks, and a page for each method with a card."""
-    cards = {method: card for method in METHODS if (card := card_of(method))}
-    pages = {PAGES / f"{method}.md": method_page(method, card) for method, card in cards.items()}
-    return {ROOT / "docs" / "benchmarks" / "agreement.md": program_checks(cards), **pages}
+    """Return the contents of the pages in docs/methods, one for each method with a card."""
+    return {PAGES / f"{method}.md": method_page(method, card) for method, card in cards().items()}
 
 
-def program_checks(cards: Mapping[str, MethodCard]) -> str:
-    """Return the page with the largest difference between each method and its published program."""
+def cards() -> dict[str, MethodCard]:
+    """Return the cards of all methods that declare one."""
+    return {method: card for method in METHODS if (card := card_of(method))}
+
+
+def program_checks() -> str:
+    """Return the largest difference between each method and its published program, and the methods without a check."""
     rows, missing = [], []
-    for method, card in cards.items():
+    for method, card in cards().items():
         link = f"[`{method}`](../methods/{method}.md)"
         if (program := card.program) is None:
             missing.append([link, card.no_program])
@@ -162,18 +182,8 @@ def program_checks(cards: Mapping[str, MethodCard]) -> str:
         rows.append(
             [link, f"[{program.repository}]({address(program)})", publisher, program.commit[:10], exponent(program)]
         )
-    parts = [
-        "<!-- Written by `python docs/generate.py`. -->",
-        "# Checks against published programs",
-        "Published programs and Posy solve the same tiny problem, with three clients, two rounds, fixed initial "
-        "weights and full batches ([problem.py](../../tests/programs/problem.py)). The programs ran outside this "
-        "repository, and the tests contain their results as constants. The table lists the largest difference that "
-        "each test tolerates in the server's arrays and the clients' models after the last round.",
-        table(["`method`", "program", "published by", "commit", "largest difference"], rows),
-        "## Methods without a check",
-        table(["`method`", "reason"], missing),
-    ]
-    return "\n\n".join(parts) + "\n"
+    columns = ["`method`", "program", "published by", "commit", "largest difference"]
+    return f"{table(columns, rows)}\n\nThese methods have no check:\n\n{table(['`method`', 'reason'], missing)}"
 
 
 def method_page(method: str, card: MethodCard) -> str:
@@ -247,6 +257,15 @@ def cited(card: MethodCard) -> str:
     return f"{paper.authors}{dot} [{paper.title}]({paper.url}). {paper.venue}, {paper.year}."
 
 
+def bibliography() -> str:
+    """Return the papers of all methods in alphabetical order, each with links to its methods."""
+    methods: dict[str, list[str]] = defaultdict(list)
+    for method, card in cards().items():
+        if card.paper:
+            methods[cited(card)].append(f"[`{method}`](../methods/{method}.md)")
+    return bullets(f"{citation} {_listed(links)}" for citation, links in sorted(methods.items()))
+
+
 def equations(card: MethodCard) -> str:
     """Return a table of the equations with their numbers in the paper, or a list if the card gives no numbers."""
     rows = []
@@ -278,8 +297,7 @@ def messages(card: MethodCard, cls: type[MethodSettings]) -> str:
     if names := [name for name, refusal in supported.items() if refusal is None]:
         parts.append(f"The messages support {_listed(names)}.")
     if cls.robust is None:
-        page = "../how-to/runs.md#clients-that-send-wrong-models"
-        parts.append(f"A [robust rule]({page}) (`robust`) can replace the server's mean.")
+        parts.append("A [robust rule](../how-to/robust.md) (`robust`) can replace the server's mean.")
     return "\n\n".join(parts)
 
 
@@ -431,23 +449,63 @@ def _read(path: Path) -> pd.DataFrame:
 
 def headline() -> str:
     """Return the table of Local, FedAvg, the five main methods and the three best other methods."""
-    five = list(METHODS)[:FIVE]
-    results: dict[str, pd.DataFrame] = {}
-    for name, title in COMPARED.items():
-        clients = clients_of(f"compare-{name}")
-        for variant, rows in clients.groupby("variant", sort=False):
-            results[", ".join(filter(None, (title, variant)))] = rows.set_index("method")
-    ranks = pd.DataFrame({title: rows["mean"].rank(ascending=False) for title, rows in results.items()}).mean(axis=1)
+    five, results = list(METHODS)[:FIVE], comparisons(COMPARED)
+    ranks = mean_ranks(results)
     best = [method for method in ranks.sort_values().index if method not in (*five, "local", "fedavg")][:3]
+    return leader_table(["local", "fedavg", *five, *best], results)
+
+
+def leaderboard() -> str:
+    """Return the results of all methods with their default settings on all data sets, best mean rank first."""
+    results = comparisons(COMPARED)
+    ranks = mean_ranks(results).sort_values()
+    return leader_table(ranks.index, results | comparisons(HOSPITALS), ranks, pages="../methods/")
+
+
+def leaderboard_tuned() -> str:
+    """Return the results of all methods with tuned settings, best mean rank first."""
+    results = {
+        ", ".join(filter(None, (COMPARED[name], variant))): clients_of(f"tune-{name}-tuned").set_index("method")
+        for name, variant in TUNED.items()
+    }
+    ranks = mean_ranks({title: rows for title, rows in results.items() if len(rows) == len(METHODS)}).sort_values()
+    return leader_table(ranks.index, results, ranks, pages="../methods/")
+
+
+def comparisons(titles: Mapping[str, str]) -> dict[str, pd.DataFrame]:
+    """Return the rows of each variant of some comparisons, indexed by method and keyed by the variant's title."""
+    results: dict[str, pd.DataFrame] = {}
+    for name, title in titles.items():
+        for variant, rows in clients_of(f"compare-{name}").groupby("variant", sort=False):
+            results[", ".join(filter(None, (title, variant)))] = rows.set_index("method")
+    return results
+
+
+def mean_ranks(results: Mapping[str, pd.DataFrame]) -> pd.Series:
+    """Return each method's mean rank over some comparisons."""
+    return pd.DataFrame({title: rows["mean"].rank(ascending=False) for title, rows in results.items()}).mean(axis=1)
+
+
+def leader_table(
+    methods: Iterable[str], results: Mapping[str, pd.DataFrame], ranks: pd.Series | None = None, pages: str = ""
+) -> str:
+    """Return a table of methods and comparisons. ``pages`` is the path to the methods' pages, or empty for no links."""
     lines = []
-    for method in ["local", "fedavg", *five, *best]:
-        cells = []
-        for rows in results.values():
-            row = rows.loc[method]
-            gains = row[f"{row['point']}-beats-local"]
-            cells.append(f"{100 * row['mean']:.1f}{' ▲' * bool(gains)}{' ≈' * bool(row['alike'])}")
-        lines.append([f"`{method}`", str(rows.loc[method, "point"]), *cells])
-    return table(["`method`", "at", *results], lines)
+    for method in methods:
+        rows = [rows.loc[method] if method in rows.index else None for rows in results.values()]
+        name = f"[`{method}`]({pages}{method}.md)" if pages else f"`{method}`"
+        rank = [] if ranks is None else [f"{ranks[method]:.1f}"]
+        cells = [leader_cell(row, of["clients"].max()) for row, of in zip(rows, results.values(), strict=True)]
+        lines.append([name, str(next(row["point"] for row in rows if row is not None)), *rank, *cells])
+    return table(["`method`", "at", *([] if ranks is None else ["mean rank"]), *results], lines)
+
+
+def leader_cell(row: "pd.Series | None", clients: int) -> str:
+    """Format a mean in percent with its marks, which the leaderboard explains."""
+    if row is None:
+        return ""
+    better, equal, fewer = row[f"{row['point']}-beats-local"], row["alike"], row["clients"] < clients
+    return f"{100 * row['mean']:.1f}{' ▲' * bool(better)}{' ≈' * bool(equal)}{' †' * bool(fewer)}"
 
 
 def tuned(name: str, variant: str) -> str:
@@ -482,6 +540,97 @@ def newcomers_digits() -> str:
     return table(columns, rows.values())
 
 
+def measured(name: str) -> Any:
+    """Return the content of a JSON file of results."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def over_seeds(values: Sequence[float]) -> str:
+    """Format the mean and the standard deviation of some fractions in percent."""
+    of = pd.Series(values)
+    return f"{100 * of.mean():.1f} ± {100 * of.std():.1f}"
+
+
+def pretrained() -> str:
+    """Return the table of clients that start from a pretrained network."""
+    titles = {"fedavg": "FedAvg", "fedrep": "FedRep"}
+    rows = (
+        [
+            *(titles[row["method"]], row["start"], over_seeds(row["served"]), over_seeds(row["local"])),
+            f"{row['bytes-up'] / 1e6:.0f} MB",
+        ]
+        for row in measured("pretrained")["rows"]
+    )
+    return table(["method", "start", "served", "local", "sent by the clients"], rows)
+
+
+def poisoning() -> str:
+    """Return the accuracy of honest clients with each defence and attack, as ``benchmarks.poisoning`` prints it."""
+    runs = pd.read_json(RESULTS / "poisoning-digits.jsonl", lines=True)
+    of = 100 * runs.groupby(["defence", "attack"], sort=False)["accuracy"].agg(
+        ["mean", lambda values: values.std(ddof=0)]
+    )
+    text = of.apply(lambda row: f"{row.iloc[0]:.1f} ± {row.iloc[1]:.1f}", axis=1).unstack(sort=False)
+    attacks = list(text.columns)
+    rows = ([str(defence), *row[attacks]] for defence, row in text.iterrows())
+    return table(["defence", *(f"attack: {attack}" for attack in attacks)], rows)
+
+
+def far_queries() -> str:
+    """Return the AUROC of each score for test samples against foreign queries."""
+    kinds = [(data, kind) for data, scores in measured("none-fits").items() for kind in next(iter(scores.values()))]
+    kinds = [(data, kind) for data, kind in kinds if kind != "false alarms" and not kind.startswith("alarms")]
+    rows = []
+    for score, title in DISTANCES.items():
+        values = [measured("none-fits")[data][score][kind] for data, kind in kinds]
+        rows.append([title, *("–" if None in of else f"{100 * pd.Series(of).mean():.1f}" for of in values)])
+    return table(["score", *(f"{COMPARED[data].split(',')[0]}: {FOREIGN.get(k, k)}" for data, k in kinds)], rows)
+
+
+def far_alarms() -> str:
+    """Return the shares of queries that Posy's score marks at the threshold for 5 %."""
+    single = ("false alarms", "alarms, noise", "alarms, inverted", "alarms, held-out class")
+    rows = []
+    for data, scores in measured("none-fits").items():
+        of = scores[next(iter(DISTANCES))]
+        foreign = {
+            kind.removeprefix("alarms, "): of[kind] for kind in of if kind.startswith("alarms") and kind not in single
+        }
+        named = ", ".join(f"{FOREIGN.get(kind, kind)} {over_seeds(values)}" for kind, values in foreign.items())
+        rows.append([COMPARED[data].split(",")[0], *(over_seeds(of[kind]) for kind in single), named])
+    columns = ["data", "test samples (false alarms)", "noise", "inverted", "class that no client has"]
+    return table([*columns, "other data sets"], rows)
+
+
+def routed() -> str:
+    """Return the accuracy of each way to answer queries of unknown origin."""
+    of = measured("routing")["over the runs"]["accuracy"]
+    texts = {name: f"{100 * value['mean']:.1f} ± {100 * value['std']:.1f}" for name, value in of.items()}
+    ways = {
+        "system": "the client that the router chooses (system accuracy)",
+        "system, right client": f"the same, if it chooses the true client ({texts['routing']} % of the samples)",
+        "system, wrong client": "the same, if it chooses another client",
+        "system, 8-bit pixels": "the same as the first row, with 8-bit pixels",
+        "majority vote": "the majority of the clients' served models",
+        "true client": "the true client's model (oracle)",
+        "best single client": "the best single client's model, for all samples",
+        "mean single client": "a single client's model, for all samples (mean over the clients)",
+        "any client": "any client's model (share of samples that at least one model classifies correctly)",
+    }
+    return table(["the sample is classified by", "accuracy (%)"], ([way, texts[key]] for key, way in ways.items()))
+
+
+def confused() -> str:
+    """Return the chosen clients in percent of the true client's samples, over all runs."""
+    counts = sum(pd.DataFrame(run["true x chosen client"]) for run in measured("routing")["runs"])
+    shares = 100 * counts.div(counts.sum(axis=1), axis=0)
+    rows = (
+        [str(true), *(f"**{share:.1f}**" if chosen == true else f"{share:.1f}" for chosen, share in row.items())]
+        for true, row in shares.iterrows()
+    )
+    return table(["true client", *map(str, shares.columns)], rows)
+
+
 def curves(dataset: str) -> str:
     """Return a table of the gaps between Posy's learning curves and the plain programs' curves."""
     measured = json.loads((RESULTS / f"curves-{dataset}.json").read_text(encoding="utf-8"))["methods"]
@@ -493,46 +642,6 @@ def curves(dataset: str) -> str:
             [method, row["point"], *ends, f"{100 * row['mean_gap']:+.1f}{error}", f"{100 * row['mean_spread']:.1f}"]
         )
     return table(["method", "at", "plain program", "Posy", "mean gap", "mean spread"], rows)
-
-
-def curves_mnist() -> str:
-    """Return the table of gaps on MNIST."""
-    return curves("mnist")
-
-
-def curves_cifar10() -> str:
-    """Return the table of gaps on CIFAR-10."""
-    return curves("cifar10")
-
-
-def compare_digits() -> str:
-    """Return the table of all methods on digits."""
-    return compared("digits")
-
-
-def compare_mnist() -> str:
-    """Return the table of all methods on MNIST."""
-    return compared("mnist")
-
-
-def compare_agnews() -> str:
-    """Return the table of all methods on AG News."""
-    return compared("agnews")
-
-
-def compare_cifar10() -> str:
-    """Return the table of all methods on CIFAR-10."""
-    return compared("cifar10")
-
-
-def compare_heart() -> str:
-    """Return the table of all methods on the four hospitals, with raw tables and cross-validation."""
-    return hospitals("compare-heart")
-
-
-def compare_flamby() -> str:
-    """Return the table of all methods on the four hospitals, with FLamby's preparation and test split."""
-    return hospitals("compare-flamby")
 
 
 def hospitals(name: str) -> str:
@@ -548,31 +657,6 @@ def hospitals(name: str) -> str:
         body.append([row["method"], row["point"], *means, *of_clients[row["method"]]])
     head = ["method", "at", "mean AUROC", "over Local", *columns.strip("| ").split(" | ")[2:]]
     return f"{table(head, body)}\n\n{textwrap.fill(beating(rows), 120)}"
-
-
-def tuned_digits() -> str:
-    """Return the table of all tuned methods on digits."""
-    return tuned("digits", "Dir(0.1)")
-
-
-def tuned_mnist() -> str:
-    """Return the table of all tuned methods on MNIST."""
-    return tuned("mnist", "Dir(0.1)")
-
-
-def tuned_cifar10() -> str:
-    """Return the table of the most important methods on CIFAR-10, tuned."""
-    return tuned("cifar10", "")
-
-
-def stacking() -> str:
-    """Return the differences between models trained as one stacked computation and one after the other."""
-    return parting("stacking.txt")
-
-
-def stacking_cuda() -> str:
-    """Return the differences between models stacked on a GPU and models trained on a CPU."""
-    return parting("stacking-cuda.txt")
 
 
 def parting(file: str) -> str:
@@ -602,28 +686,36 @@ MAKERS = (
     networks,
     datasets,
     metrics,
-    compare_digits,
-    compare_mnist,
-    compare_agnews,
-    compare_cifar10,
-    compare_heart,
-    compare_flamby,
-    tuned_digits,
-    tuned_mnist,
-    tuned_cifar10,
+    bibliography,
+    program_checks,
+    leaderboard,
+    leaderboard_tuned,
     newcomers_digits,
-    stacking,
-    stacking_cuda,
-    curves_mnist,
-    curves_cifar10,
+    pretrained,
+    poisoning,
+    far_queries,
+    far_alarms,
+    routed,
+    confused,
 )
-GENERATED = {make.__name__: make for make in MAKERS}
+GENERATED: dict[str, Callable[[], str]] = {
+    **{make.__name__: make for make in MAKERS},
+    **{f"compare_{name}": partial(compared, name) for name in COMPARED},
+    **{f"compare_{name}": partial(hospitals, f"compare-{name}") for name in ("heart", "flamby")},
+    **{f"tuned_{name}": partial(tuned, name, variant) for name, variant in TUNED.items()},
+    **{f"curves_{name}": partial(curves, name) for name in ("mnist", "cifar10")},
+    "stacking": partial(parting, "stacking.txt"),
+    "stacking_cuda": partial(parting, "stacking-cuda.txt"),
+}
+"""The functions that write the marked parts of the pages, keyed by the name in the mark."""
 
 
 def stale() -> dict[Path, str | None]:
     """Return the stale files, each with its new content, or with None if the file should not exist."""
     contents: dict[Path, str | None] = {}
     for path in (ROOT / "pyproject.toml", ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        if "_build" in path.parts:
+            continue
         text = path.read_text(encoding="utf-8")
         wanted = MARKED.sub(lambda mark: f"{mark[1]}{GENERATED[mark[2]]()}\n{mark[3]}", text)
         if wanted != text:

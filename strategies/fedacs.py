@@ -39,7 +39,7 @@ class FedACSSettings(MethodSettings, robust="its server mixes a model for each c
         minimum=0,
         maximum=1,
         search=Search(0.0, 1.0),
-        source="choice: the paper gives no value; 0.5 to 0.75 scored best on digits (docs/benchmarks/results.md)",
+        source="choice: the paper gives no value; 0.5 to 0.75 scored best on digits (docs/benchmarks/choices.md)",
     )
     initialisation: str = setting(
         "same",

@@ -73,7 +73,7 @@ class FedFewSettings(
         True,
         "divide each model's step by the sum of its weights, so all K models take full steps; false: as in the paper",
         earlier=False,
-        source="choice: with the paper's steps most clients end up with the same model (docs/benchmarks/results.md)",
+        source="choice: with the paper's steps most clients end up with the same model (docs/benchmarks/choices.md)",
     )
     weigh_losses: bool = setting(
         True, "multiply each client's losses by n_i / N before computing weights", source="footnote 2 of Section 4.1"
@@ -138,7 +138,7 @@ class FedFewSettings(
             "`fedfew-full-steps=true` divides the step of each model by Σ_i α_i w_ik. In the paper these sums add up "
             "to 1 over all models, so the K models share one step. As a result, most clients end up with the same "
             "model. On 3,000 images of CIFAR-10 with Dir(0.1), one model reaches a served accuracy of 22.4 %. Three "
-            "models reach 23.4 % with the paper's steps and 34.0 % with full steps (docs/benchmarks/results.md). "
+            "models reach 23.4 % with the paper's steps and 34.0 % with full steps (docs/benchmarks/choices.md). "
             "`fedfew-full-steps=false` selects the paper's steps.",
             "Each model is initialised with its own seed. The authors' program copies one model K times and shuffles "
             "the samples for each model: `fedfew-initialisation=same fedfew-batches=own`, which the settings of the "
@@ -256,7 +256,7 @@ class FedFew(PersonalisedStrategy):
             log(
                 WARNING,
                 "round %s: %s of %s models have not had the lowest loss on any client for %s rounds; a smaller "
-                "fedfew-models would give the same result (docs/benchmarks/results.md)",
+                "fedfew-models would give the same result (docs/benchmarks/choices.md)",
                 self.record.number,
                 int((self.idle >= IDLE_ROUNDS).sum()),
                 len(in_use),

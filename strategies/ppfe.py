@@ -179,7 +179,7 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
         deviations=(
             "`ppfe-beta=samme` adds ½ log(C − 1) to the paper's coefficient and never lets it become negative. On "
             "digits, the served ensembles reach an accuracy of 95.6 % with `samme` and 96.4 % with `adaboost` "
-            "(docs/benchmarks/results.md). `adaboost` is the paper's rule, which the settings of the paper's "
+            "(docs/benchmarks/choices.md). `adaboost` is the paper's rule, which the settings of the paper's "
             "experiments select.",
             "Algorithm 1 and Appendix A.4 describe different reductions. `ppfe-reduction=svd` is Algorithm 1's. "
             "`svd-fedavg` is the appendix's reduction, which the settings of the paper's experiments select. It "

@@ -177,7 +177,7 @@ class ExampleSettings(MethodSettings):
         server_state={"model": "the model w (d,)"},
         client_state={},
         scored="The local model.",
-        deviations=("It is measured in docs/benchmarks/results.md.",),
+        deviations=("It is measured in docs/benchmarks/choices.md.",),
         program=Program("owner/name", "a" * 40, "main.py, train", 3e-7, by_authors=False),
     )
 
