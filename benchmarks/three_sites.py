@@ -97,7 +97,7 @@ def page(outputs: list[tuple[str, str]], folder: Path) -> str:
         "`kill -9` after round 4, and starts it again after round 9.\n",
         "The sites have the default [policy](federation.md#the-policy-of-a-site). The nodes therefore send accuracies "
         "and losses rounded to two decimals, and the name of the damaged file stays at site-b. The server "
-        "[limits](runs.md#clients-that-send-wrong-models) large updates and large weights, and the table at the end of "
+        "[limits](../how-to/robust.md) large updates and large weights, and the table at the end of "
         "the run names the affected sites.\n",
     ]
     for command, output in outputs:

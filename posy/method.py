@@ -1,4 +1,4 @@
-"""Export the public names for writing a custom method; see docs/how-to/custom-code.md.
+"""Export the public names for writing a custom method; see docs/develop/method.md.
 
 ``from posy.method import MethodSettings, PersonalClient, Train`` also loads PyTorch.
 """

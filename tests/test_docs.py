@@ -15,7 +15,8 @@ from posy.strategies.methods import METHODS
 
 ROOT = Path(__file__).resolve().parent.parent
 NODE_CONFIG = {"partition-id", "num-partitions", "state-dir", "skip-unreadable", "signing-key", "trusted-keys"}
-PAGES = [ROOT / "README.md", ROOT / "benchmarks/results/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = sorted(page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts)
+PAGES = [ROOT / "README.md", ROOT / "benchmarks/results/README.md", *DOCS]
 README = PAGES[0].read_text(encoding="utf-8")
 
 
@@ -30,6 +31,7 @@ def test_the_readme_is_short() -> None:
 
 
 CUSTOM_PAGE = (ROOT / "docs/how-to/custom-code.md").read_text(encoding="utf-8")
+METHOD_PAGE = (ROOT / "docs/develop/method.md").read_text(encoding="utf-8")
 
 
 def run_from(folder: Path, *words: str) -> dict[str, Any]:
@@ -62,7 +64,7 @@ def test_the_worked_example_of_a_new_method_runs(tmp_path: Path) -> None:
 
 def test_the_examples_of_a_method_a_network_and_a_loss_run(tmp_path: Path) -> None:
     for name, mark in (("slow.py", "FedSlowSettings"), ("mynets.py", "# mynets.py"), ("mylosses.py", "# mylosses.py")):
-        (code,) = (block for block in blocks(CUSTOM_PAGE) if mark in block)
+        (code,) = (block for block in blocks(CUSTOM_PAGE + METHOD_PAGE) if mark in block)
         (tmp_path / name).write_text(code, encoding="utf-8")
     words = ["method=slow:FedSlow", "fedslow-step=0.8", "model=mynets:small", "loss=mylosses:focal", "lr=0.1"]
     assert run_from(tmp_path, *words)["served"]["last"]["mean"] > 0.2
@@ -101,7 +103,7 @@ def test_the_example_of_a_table_describes_sixty_cells() -> None:
     from posy.commands.table import plan_of
     from posy.yaml12 import parse
 
-    text = (ROOT / "docs/how-to/runs.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/how-to/tables-and-tuning.md").read_text(encoding="utf-8")
     (example,) = (block for block in re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL) if "seeds:" in block)
     plan = plan_of(parse(example), Path("table.yaml"), {})
     assert len({(c.variant, c.row, c.seed, c.fold) for c in plan.cells}) == len(plan.cells) == 60

@@ -1,4 +1,4 @@
-"""The methods of docs/how-to/custom-code.md are short and use twelve names, and Posy reports mistakes in a method."""
+"""The methods of docs/develop/method.md are short and use twelve names, and Posy reports mistakes in a method."""
 
 import ast
 import re
@@ -19,11 +19,12 @@ from posy.strategies.methods import METHODS, settings_class, strategy_class
 from posy.strategies.settings import MethodSettings
 
 Config = dict[str, Any]
-PAGE = (Path(__file__).resolve().parent.parent / "docs/how-to/custom-code.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGE = "".join((DOCS / page).read_text(encoding="utf-8") for page in ("how-to/custom-code.md", "develop/method.md"))
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
 MOST_LINES = {"MyProx": 5, "FedMine": 5, "MyScaffold": 25, "FedSlow": 12}
 """Largest number of lines of each documented method."""
-TABLE = re.search(r"### Twelve names\n.*?\n\n(\|.*?)\n\n", PAGE, flags=re.DOTALL)
+TABLE = re.search(r"## Twelve names\n.*?\n\n(\|.*?)\n\n", PAGE, flags=re.DOTALL)
 NAMES = set(re.findall(r"^\| `(\w+)", TABLE[1], flags=re.MULTILINE)) if TABLE else set()
 BASES = {"MethodSettings", "PersonalisedStrategy", "PersonalClient", "setting"}
 
