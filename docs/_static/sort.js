@@ -27,7 +27,7 @@ function sort(table, header, column) {
 }
 
 for (const table of document.querySelectorAll(".bd-article table")) {
-  if (!table.tHead || table.tBodies[0].rows.length < 8) continue;
+  if (!table.tHead || table.tBodies[0].rows.length < 12) continue;
   table.classList.add("sortable");
   [...table.tHead.rows[0].cells].forEach((header, column) => {
     const button = document.createElement("button");
