@@ -97,6 +97,7 @@ def test_links_files_and_settings_on_pages_exist(page: Path) -> None:
     for key in re.findall(r"`([a-z]+(?:-[a-z]+)+)=", text):
         assert key in defaults().keys() | NODE_CONFIG, key
     assert "@@" not in text
+    assert not re.search(r"^ *%[^%\w]", text, flags=re.MULTILINE), "Sphinx treats lines that start with % as comments"
 
 
 def test_the_example_of_a_table_describes_sixty_cells() -> None:
