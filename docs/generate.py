@@ -31,7 +31,7 @@ from posy.data.published import describe
 from posy.data.task import CLASSIFICATION, TARGETS
 from posy.metrics import METRICS
 from posy.models.catalogue import MODELS
-from posy.settings import MOST, settings_of
+from posy.settings import settings_of
 from posy.strategies.arrays import Refused
 from posy.strategies.card import MethodCard, Program
 from posy.strategies.methods import METHODS, settings_class
@@ -322,8 +322,7 @@ def own_settings(method: str, cls: type[MethodSettings]) -> str:
     rows = []
     for key, declared in settings_of(cls, method).items():
         meaning = f"{declared.help} (needs {declared.needs})" if declared.needs else declared.help
-        allowed = declared.allowed().replace(f" and <= {MOST}", "")
-        rows.append([f"`{key}`", f"`{toml(declared.default)}`", allowed, meaning, declared.source])
+        rows.append([f"`{key}`", f"`{toml(declared.default)}`", declared.allowed(), meaning, declared.source])
     if not rows:
         return "The method has only the [shared settings](../reference/settings.md)."
     return table(["key", "default", "allowed", "meaning", "source of the default"], rows)

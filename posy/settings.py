@@ -21,6 +21,8 @@ LARGEST = float.fromhex("0x1.fffffep127")
 """The largest allowed number: the largest float32, because models are trained in float32."""
 MOST = 1_000_000_000
 """Default maximum of an integer setting: downstream code may use 32-bit integers."""
+SHOWN = 1_000_000
+"""Maxima from this number on only protect the arithmetic. Only the error for a larger value shows them."""
 CUSTOM_NAME = re.compile(r"[^:\0]+:[A-Za-z_]\w*")
 """Format in which a setting names custom code: ``file:function`` or ``package.module:function``."""
 COMPARISON = re.compile(r"([a-z][\w-]*) (=|!=|<|>) ([^\s|]+(?: \| [^\s|]+)*)")
@@ -241,10 +243,20 @@ class Setting:
                 + ", ".join(self.choices)
                 + (f", or file:name of {self.custom_kind}" if self.custom_kind else "")
             )
-        bounds = {">=": self.minimum, ">": self.above, "<=": self.most}
-        limits = [f"{sign} {bound}" for sign, bound in bounds.items() if math.isfinite(bound)]
-        word = f"`{self.number_or}` or " if self.number_or else ""
-        return " ".join(filter(None, (word + KINDS[self.kind], " and ".join(limits))))
+        kind = (f"`{self.number_or}` or " if self.number_or else "") + KINDS[self.kind]
+        if math.isfinite(self.minimum) and self.most < SHOWN:
+            return f"{kind} from {self.minimum:g} to {self.most:g}"
+        limits = [f"above {self.above:g}"] * math.isfinite(self.above)
+        limits += [f"of at least {self.minimum:g}"] * math.isfinite(self.minimum)
+        limits += [f"at most {self.most:g}"] * (self.most < SHOWN)
+        return " ".join(filter(None, (kind, " and ".join(limits))))
+
+    def _allowed_instead_of(self, value: Any) -> str:
+        """Return a description of the allowed values for an error about a value, with the maximum that it exceeds."""
+        most = min(self.most, LARGEST)
+        if self.most < SHOWN or type(value) not in (int, float) or not value > most:
+            return self.allowed()
+        return f"{self.allowed()} and at most {f'{most:,.0f}' if most < LARGEST else f'{most:.4g}'}"
 
     def admits(self, value: Any) -> bool:
         """Return whether the setting allows a value, which must have the right type."""
@@ -262,8 +274,7 @@ class Setting:
             value = float(value)
         if type(value) is self.kind and self.admits(value):  # the exact type, because a bool is an int in Python
             return value
-        too_large = type(value) in (int, float) and self.most == math.inf and value > LARGEST
-        allowed = self.allowed() + (f", at most {LARGEST:.4g}" if too_large else "")
+        allowed = self._allowed_instead_of(value)
         near = nearest(value, self.choices) if isinstance(value, str) else ""
         hint = f"; did you mean {near}?" if near else ""
         raise SettingsError(f"{key} = {quoted(value)} {set_in(where)}: it must be {allowed} ({self.help}){hint}")

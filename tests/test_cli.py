@@ -60,12 +60,12 @@ def test_values_take_the_type_of_their_setting(text: str, value: object) -> None
 @pytest.mark.parametrize(
     ("words", "fragments"),
     [
-        (["run", "lr=-1"], ["lr", "> 0", "the command line"]),
+        (["run", "lr=-1"], ["lr", "above 0", "the command line"]),
         (["run", "lr=fast"], ["lr", "'fast'", "a number"]),
         (["run", "num-clients=2.5"], ["num-clients", "a whole number"]),
         (["run", "method=fedfe"], ["fedfe", "fedfew"]),
         (["run", "nm-clients=3"], ["nm-clients", "num-clients"]),
-        (["run", "fedfew-mu=0"], ["fedfew-mu", "> 0"]),
+        (["run", "fedfew-mu=0"], ["fedfew-mu", "above 0"]),
         (["run", "lr=1", "lr=2"], ["lr", "twice"]),
         (["run", "method=fedavg", "fedfew-models=5"], ["fedfew-models", "setting of fedfew", "method is fedavg"]),
         (["run", "method=fedavg", "fedfew-models=3"], ["fedfew-models", "setting of fedfew", "method is fedavg"]),

@@ -251,7 +251,7 @@ def check_one_line(setting: str, message: str, folder: Path) -> None:
 
 
 WRONG = [
-    ("lr=-1.0", "lr = -1.0 in the run config: it must be a number > 0 (learning rate)"),
+    ("lr=-1.0", "lr = -1.0 in the run config: it must be a number above 0 (learning rate)"),
     ("dp-epsilon=0.5", "dp-epsilon = 0.5 in the run config has no effect: it needs dp != off"),
     ("num-clients=5000", "num-clients = 5000 in the run config: digits has 1797 samples"),
 ]
