@@ -17,39 +17,53 @@ from posy.commands.deploy import commands as deployment
 from posy.commands.deploy import policy
 from posy.commands.deploy.commands import Insecure, RootCertificates, Verbose
 from posy.commands.deploy.options import connection
+from posy.commands.help import EXPERIMENTS, MODELS, RESULTS, SITE, Group, commands_in
 from posy.commands.launch import APP, INTERRUPTED, run_in_process, toml
 from posy.data.errors import DataError
 from posy.data.settings import SITES
 from posy.extensions import is_custom
 from posy.listing import print_table
-from posy.paths import is_file
+from posy.paths import exists, is_file
 from posy.server_app.progress import size
 from posy.settings import COMMAND_LINE, LaunchError, Setting, SettingsError, nearest, set_in, suggest_keys, suggestions
 from posy.signals import interruptible
 from posy.storage import DamagedFileError
 from posy.strategies.methods import METHODS, REFERENCES
 from posy.strategies.registry import declared, groups, merge_experiment, parse_words, read_settings, setting_of
+from posy.strategies.run_settings import RunSettings
 from posy.strategies.settings import folder_name
 from posy.yaml12 import dump
 
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[key=value]...", help="Settings that override the file (`posy settings` lists them)."),
+]
+Jobs = Annotated[
+    int,
+    typer.Option("-j", "--jobs", min=1, metavar="N", help="Number of parallel runs.", show_default="number of cores"),
+]
+TableFile = Annotated[Path, typer.Argument(metavar="FILE", help="Table in YAML, such as those in benchmarks/tables/.")]
+
 UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
 """click's ``UsageError``, or the ``UsageError`` of the copy of click that newer versions of Typer bundle."""
+CORES = os.cpu_count() or 1
 USAGE_ERROR = 2
 """Exit status for an invalid command or setting."""
 
-typer.core.HAS_RICH = False  # plain help, because Typer escapes brackets in rich help (`\\[default: 1]`)
 app = typer.Typer(
+    cls=Group,
     add_completion=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
     epilog="""\b
 examples:
-  posy run                                           FedFew on scikit-learn's digits
+  posy run                                 FedFew on scikit-learn's digits
   posy run method=ppfe dataset=mnist num-clients=20
-  posy run ppfe-cifar10-s2 data-dir=datasets         a paper's setting (papers/ppfe/settings/)
-  posy settings fedfew                               the settings of a method
-  posy COMMAND --help                                the help of a command""",
+  posy run ppfe-cifar10-s2                 settings of the PPFE paper
+  posy settings fedfew                     the settings of a method
+  posy COMMAND --help                      the help of a command""",
 )
+experiments, results, trained, site = (commands_in(app, group) for group in (EXPERIMENTS, RESULTS, MODELS, SITE))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,18 +107,24 @@ def posy(
     """Personalised federated learning on Flower."""
 
 
-@app.command(
+@experiments(
     epilog="""\b
 examples:
-  posy run num-server-rounds=5
-  posy run method=fedavg dataset=mnist partition=classes classes-per-client=2 num-clients=20
-  posy run fedfew-agnews method=fedavg                             a paper's setting with another method
-  posy run my.yaml lr=0.01 seed=1                                  your file, with some settings overridden
-  posy run resume=my-run                                           resume runs/my-run
-  posy run --superlink localhost:8000 dataset=sites num-clients=3  run on the nodes of a federation"""
+  posy run num-server-rounds=5 dataset=heart-disease
+  posy run method=fedavg dataset=mnist partition=classes classes-per-client=2
+  posy run fedfew-agnews method=fedavg     a paper's settings, another method
+  posy run my.yaml lr=0.01 seed=1          your file, two settings changed
+  posy run resume=my-run                   resume runs/my-run
+  posy run --superlink localhost:8000 dataset=sites num-clients=3"""
 )
 def run(
-    settings: Annotated[list[str] | None, typer.Argument(metavar="[EXPERIMENT] [key=value]...")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[EXPERIMENT] [key=value]...",
+            help="A settings file (its path, or the name of a paper's settings), and settings that override the file.",
+        ),
+    ] = None,
     superlink: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Submit the run to this SuperLink (its --control address).")
     ] = None,
@@ -112,13 +132,14 @@ def run(
     insecure: Insecure = False,
     verbose: Verbose = False,
 ) -> int:
-    """Run an experiment, on this machine or on a federation.
+    """Train a method on this machine or on a federation.
 
-    EXPERIMENT is a settings file: its path, or its name in papers/PAPER/settings/. Settings on the command line
-    (key=value) override the file. By default, Posy runs FedFew on scikit-learn's digits.
+    By default, Posy trains FedFew on scikit-learn's digits. `posy settings`, `posy methods` and `posy datasets` list
+    the settings and their values. EXPERIMENT is a YAML file of settings (key: value): its path, or its name in
+    papers/PAPER/settings/. The results are in a new folder in runs/ (settings output-dir and run-name).
 
     Without --superlink, all clients run in this process. With --superlink, Posy submits the run to a federation and
-    shows its log. To use Flower's simulation engine, run `flwr run .` in a checkout.
+    shows its log. To use Flower's simulation engine, run `flwr run .` in a checkout. Ctrl-C stops the run.
     """
     words = settings or []
     if words and words[0] and ("=" not in words[0] or is_file(Path(words[0]))):
@@ -143,29 +164,42 @@ def run(
     return control.run_on_superlink(config, endpoint, verbose=verbose)
 
 
-@app.command()
+@experiments(
+    epilog="""\b
+examples:
+  posy table benchmarks/tables/compare-digits.yaml
+  posy table my.yaml -j 4 num-server-rounds=5
+  posy table my.yaml --only-print          the table of the finished runs"""
+)
 def table(
-    file: Annotated[Path, typer.Argument()],
-    settings: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...")] = None,
-    jobs: Annotated[
-        int, typer.Option("-j", "--jobs", min=1, metavar="N", help="Number of parallel runs.")
-    ] = os.cpu_count() or 1,
+    file: TableFile,
+    settings: Settings = None,
+    jobs: Jobs = CORES,
     output: Annotated[
         str | None,
-        typer.Option("-o", "--output", metavar="DIR", help="Directory for the results; overrides `output` in FILE."),
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="DIR",
+            help="Directory for the results (default: `output` in FILE, or results/ and the name of FILE).",
+        ),
     ] = None,
     only_print: Annotated[
         bool, typer.Option("--only-print", help="Print the table of the finished runs, without starting new runs.")
     ] = False,
     ray: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Address of a Ray cluster whose workers execute the runs.")
+        str | None,
+        typer.Option(
+            metavar="ADDRESS", help="Address of a Ray cluster whose workers execute the runs, such as `auto`."
+        ),
     ] = None,
-    ray_gpus: Annotated[float, typer.Option(min=0, metavar="N", help="GPUs per run on the Ray cluster.")] = 0,
+    ray_gpus: Annotated[float, typer.Option(min=0, metavar="N", help="With --ray: GPUs per run.")] = 0,
 ) -> int:
-    """Run a grid of experiments and tabulate the results.
+    """Compare methods over data sets and seeds.
 
-    FILE describes the table in YAML (see benchmarks/tables/). Settings on the command line (key=value) override the
-    file. Each combination of row, variant and seed runs in a separate process. Posy skips finished runs.
+    FILE contains the rows (`runs`), `seeds` and, optionally, `variants`, `settings` for all runs, `title` and `output`.
+    Each combination of row, variant and seed is a run in a separate process. Posy skips finished runs, so you can
+    interrupt the command and repeat it.
     """
     from posy.commands.table import read_plan, run_table  # noqa: PLC0415 - imports pandas and the methods
 
@@ -180,24 +214,27 @@ def table(
         return run_table(plan, jobs=len(plan.cells), begin=begin)
 
 
-@app.command()
+@experiments(
+    epilog="""\b
+examples:
+  posy tune benchmarks/tables/tune-digits.yaml
+  posy tune my.yaml -n 20 num-server-rounds=10"""
+)
 def tune(
-    file: Annotated[Path, typer.Argument()],
-    settings: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...")] = None,
+    file: TableFile,
+    settings: Settings = None,
     trials: Annotated[int, typer.Option("-n", "--trials", min=1, metavar="N", help="Trials per row and variant.")] = 12,
-    jobs: Annotated[
-        int, typer.Option("-j", "--jobs", min=1, metavar="N", help="Number of parallel runs.")
-    ] = os.cpu_count() or 1,
+    jobs: Jobs = CORES,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help="Output file (default: FILE-tuned.yaml)."),
+        typer.Option("-o", "--output", metavar="FILE", help="Table with the best settings (default: FILE-tuned.yaml)."),
     ] = None,
 ) -> int:
-    """Tune all rows of a table with the same number of trials.
+    """Tune every row of a table with the same number of trials.
 
     FILE is the same as for `posy table`. Posy tunes the learning rate and every setting for which the method declares a
-    search range (`posy settings` lists the ranges). It scores trials on the clients' validation splits, never on test
-    data, and skips finished trials. The output is a table with the best settings.
+    search range (`posy settings METHOD` lists the ranges). It scores trials on the clients' validation splits, never on
+    test data, and skips finished trials. The output is a table with the best settings, for `posy table`.
     """
     if importlib.util.find_spec("optuna") is None:
         raise SettingsError("posy tune needs Optuna, which is not installed; install it: pip install 'posy[compare]'")
@@ -214,27 +251,34 @@ def tune(
     return 0
 
 
-@app.command(
+@experiments(
     epilog="""\b
 examples:
-  posy paper                                          the papers and the verdicts on their main claims
-  posy paper fedfew                                   redraw docs/papers/fedfew.md from the finished runs
-  posy paper fedfew table1 --scale small              run a table, then redraw the page
-  posy paper fedfew table1 --scale small --seeds 5    add seeds, for undecided claims
-  posy paper cwfedavg all --scale small -j 2 data-dir=datasets"""
+  posy paper                               the papers and their claims
+  posy paper fedfew                        redraw docs/papers/fedfew.md
+  posy paper fedfew table1                 run a table, then redraw the page
+  posy paper fedfew table1 --seeds 5       add seeds, for undecided claims
+  posy paper cwfedavg all -j 2 data-dir=datasets"""
 )
 def paper(
-    name: Annotated[str, typer.Argument(metavar="[PAPER]")] = "",
-    part: Annotated[str, typer.Argument(metavar="[TABLE|FIGURE|all]")] = "",
-    settings: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...")] = None,
-    scale: Annotated[str, typer.Option(metavar="small|full", help="Reduced or full-size run.")] = "small",
+    name: Annotated[
+        str, typer.Argument(metavar="[PAPER]", help="A paper; without one, Posy lists the papers.", show_default=False)
+    ] = "",
+    part: Annotated[
+        str,
+        typer.Argument(
+            metavar="[TABLE|FIGURE|all]", help="The part to run, such as table1 or figure2.", show_default=False
+        ),
+    ] = "",
+    settings: Settings = None,
+    scale: Annotated[
+        str, typer.Option(metavar="small|full", help="Reduced runs for a laptop, or the paper's full-size runs.")
+    ] = "small",
     seeds: Annotated[
         int | None,
         typer.Option("--seeds", min=1, metavar="N", help="Use seeds 0 to N - 1 instead of the file's seeds."),
     ] = None,
-    jobs: Annotated[
-        int, typer.Option("-j", "--jobs", min=1, metavar="N", help="Number of parallel runs.")
-    ] = os.cpu_count() or 1,
+    jobs: Jobs = CORES,
 ) -> int:
     """Reproduce a paper's tables and figures.
 
@@ -252,25 +296,27 @@ def paper(
     return run_part(name, part, scale, parse_words(settings or [], COMMAND_LINE), jobs, seeds)
 
 
-Run = Annotated[str, typer.Argument(metavar="RUN")]
-Samples = Annotated[list[str], typer.Argument(metavar="FILE...")]
-Client = Annotated[str, typer.Argument(metavar="CLIENT")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="Directory of a run, or its name in runs/.")]
+Samples = Annotated[list[str], typer.Argument(metavar="FILE...", help="Inputs: images, texts, or tables (see above).")]
+Client = Annotated[str, typer.Argument(metavar="CLIENT", help="Number of a client (from 0), or name of a site.")]
 Point = Annotated[
     str,
     typer.Option(
         metavar="served|local",
-        help="Use the model before or after local training; the default depends on the method.",
+        help="Use the model before or after local training (default: the model by which the method is scored).",
+        show_default=False,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-@app.command(
+@trained(
     epilog="""\b
 examples:
   posy predict my-run 0 photo.png
   posy predict my-run hospital-a patients.csv --json
-  posy predict my-run 3 "Oil prices rise again" """
+  posy predict my-run 3 "Oil prices rise again"
+  posy predict /srv/posy-state hospital-a patients.csv     at a site"""
 )
 def predict(
     run: Run,
@@ -279,10 +325,10 @@ def predict(
     point: Point = "",
     as_json: Json = False,
 ) -> int:
-    """Predict classes with a client's model.
+    """Predict classes or values with a client's model.
 
-    RUN is the directory of a run, or its name in runs/. At a site, RUN is the state-dir or models folder of the node,
-    and Posy uses the site's current model (see `posy models`). CLIENT is the number of a client or the name of a site.
+    At a site, RUN is the state-dir or models folder of the node, and Posy uses the site's current model (see `posy
+    models`).
 
     FILE is an image, a text file, a .csv file or a .npy array. You may also pass the text itself. A .csv file has a
     header and one sample per row. The first axis of a .npy array indexes the samples.
@@ -293,33 +339,38 @@ def predict(
     return 0
 
 
-@app.command(
+@trained(
     epilog="""\b
 examples:
-  posy models /srv/posy-state                           the models of a site, and the current one
-  posy models /srv/posy-state --use my-run              predict with the model of another run
-  posy models /srv/posy-state --keep 3 --yes            remove all but the three newest runs and the current one"""
+  posy models runs                              the models on this machine
+  posy models /srv/posy-state                   the models of a site
+  posy models /srv/posy-state --use my-run      predict with this run's model
+  posy models /srv/posy-state --keep 3 --yes    remove all but the newest runs"""
 )
 def models(
-    folder: Annotated[Path, typer.Argument(metavar="DIR")],
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="State-dir or models folder of a node, directory of a run, or runs/."),
+    ],
     remove: Annotated[
-        list[str] | None, typer.Option("--remove", metavar="RUN", help="Remove a run; may be repeated.")
+        list[str] | None, typer.Option("--remove", metavar="RUN", help="Remove a run. Repeatable.")
     ] = None,
     keep: Annotated[
         int | None,
         typer.Option("--keep", min=0, metavar="N", help="Remove all runs except the N newest and the current one."),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Confirm the removal.")] = False,
-    use: Annotated[str, typer.Option("--use", metavar="RUN", help="Make a run the current one.")] = "",
+    yes: Annotated[bool, typer.Option("--yes", help="Confirm the removal; without it, Posy removes nothing.")] = False,
+    use: Annotated[
+        str, typer.Option("--use", metavar="RUN", help="Make a run the current one.", show_default=False)
+    ] = "",
     use_newest: Annotated[
         bool, typer.Option("--use-newest", help="Make the newest final model the current one again.")
     ] = False,
     as_json: Json = False,
 ) -> int:
-    """List stored models, and remove or choose a site's runs.
+    """List and remove stored models, or choose a site's model.
 
-    DIR is the state-dir or models folder of a node, the directory of a run, or runs/. The current model is the newest
-    model from the last round of a run. `posy predict DIR SITE` uses it.
+    The current model is the newest model from the last round of a run. `posy predict DIR SITE` uses it.
 
     At a site, removing a run deletes its models, predictions and states. In runs/, it deletes only the models. Posy
     does not remove a run that may be in progress.
@@ -336,7 +387,7 @@ def models(
     return 0
 
 
-@app.command(
+@trained(
     epilog="""\b
 examples:
   posy export my-run 0
@@ -350,13 +401,15 @@ def export(
     ] = "onnx",
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help="Output file (default: RUN-CLIENT with a suffix)."),
+        typer.Option(
+            "-o", "--output", metavar="FILE", help="Output file (default: RUN-CLIENT.onnx, .pt or .safetensors)."
+        ),
     ] = None,
     point: Point = "",
 ) -> int:
     """Export a client's model with its preprocessing.
 
-    RUN and CLIENT are the same as for `posy predict`. An ONNX or TorchScript file takes raw samples, and returns the
+    An ONNX or TorchScript file takes raw samples, and returns the
     probabilities or values that `posy predict` shows. Posy compares both on random samples before it keeps the file. A
     safetensors file contains only the tensors. Each file contains a model card in JSON, and no samples.
     """
@@ -366,7 +419,7 @@ def export(
     return 0
 
 
-@app.command(
+@trained(
     epilog="""\b
 examples:
   posy route my-run photo.png
@@ -381,10 +434,10 @@ def route(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Classify inputs of unknown origin.
+    """Classify inputs whose client is unknown.
 
     FedDRM routes each input to the client whose data it resembles most. With other methods, the clients' local models
-    vote. RUN and FILE are the same as for `posy predict`.
+    vote. FILE is the same as for `posy predict`.
     """
     from posy.commands.predict import route as show  # noqa: PLC0415 - imports PyTorch
 
@@ -392,53 +445,75 @@ def route(
     return 0
 
 
-@app.command(
+@trained(
     name="serve",
     epilog="""\b
 examples:
-  posy serve my-run                                     on this machine: REST on port 8080, gRPC on port 8081
-  posy serve my-run --host 0.0.0.0 --certificate server.pem --certificate-key server.key --tokens tokens.txt
-  posy serve my-run --superlink localhost:8000          the nodes of a federation answer
-  posy serve --site /srv/posy-state                     at a site: its current model
+  posy serve my-run                             for programs on this machine
+  posy serve my-run --host 0.0.0.0 --certificate server.pem \\
+      --certificate-key server.key --tokens tokens.txt
+  posy serve my-run --superlink localhost:8000  from a federation
+  posy serve --site /srv/posy-state             at a site: its current model
   curl localhost:8080/v2/models/client-3/infer -d @query.json""",
 )
 def serve_models(
     run: Run,
     site: Annotated[
-        bool, typer.Option("--site", help="RUN is a node's state-dir or models folder: offer the site's current model.")
+        bool,
+        typer.Option("--site", help="Offer a site's current model. RUN is the state-dir or models folder of its node."),
     ] = False,
-    host: Annotated[str, typer.Option(help="Address on which the service listens.")] = "127.0.0.1",
-    http_port: Annotated[int, typer.Option(min=0, max=65535, help="Port for REST; 0: any free port.")] = 8080,
-    grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="Port for gRPC; 0: any free port.")] = 8081,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address on which the service listens.")] = "127.0.0.1",
+    http_port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="PORT", help="Port for REST; 0: any free port.")
+    ] = 8080,
+    grpc_port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="PORT", help="Port for gRPC; 0: any free port.")
+    ] = 8081,
     certificate: Annotated[Path | None, typer.Option(metavar="FILE", help="Certificate of the service (PEM).")] = None,
-    certificate_key: Annotated[Path | None, typer.Option(metavar="FILE", help="Key of the certificate (PEM).")] = None,
+    certificate_key: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Private key of the certificate (PEM).")
+    ] = None,
     client_ca: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Require clients' certificates that this authority has signed.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Require clients' certificates that this authority (PEM) has signed."),
     ] = None,
     tokens: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Require one of the tokens in this file, one per line.")
     ] = None,
-    max_megabytes: Annotated[float, typer.Option(min=0.001, help="Maximum size of a request.")] = 64,
-    rate: Annotated[float, typer.Option(min=0, help="Maximum requests per second from one address; 0: any.")] = 0,
-    concurrency: Annotated[int, typer.Option(min=1, help="Maximum number of requests in progress.")] = 1024,
+    max_megabytes: Annotated[
+        float, typer.Option(min=0.001, metavar="MB", help="Maximum size of a request in megabytes.")
+    ] = 64,
+    rate: Annotated[
+        float, typer.Option(min=0, metavar="N", help="Maximum requests per second from one address; 0: no limit.")
+    ] = 0,
+    concurrency: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Maximum number of requests that are answered at once.")
+    ] = 1024,
     reload: Annotated[
-        float, typer.Option(min=0, help="Seconds between checks for newer models and certificates; 0: never.")
+        float,
+        typer.Option(
+            min=0, metavar="SECONDS", help="Time between checks for newer models and certificates; 0: no checks."
+        ),
     ] = 10,
-    drain: Annotated[float, typer.Option(min=0, help="Seconds for which the service still answers at its end.")] = 0,
+    drain: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="Time for which a stopped service still answers.")
+    ] = 0,
     superlink: Annotated[
         str | None,
         typer.Option(metavar="HOST:PORT", help="Let the nodes of this SuperLink (its --control address) answer."),
     ] = None,
     root_certificates: RootCertificates = None,
     insecure: Insecure = False,
-    answer_seconds: Annotated[float, typer.Option(min=0.1, help="Maximum time for the answer of a node.")] = 10,
+    answer_seconds: Annotated[
+        float, typer.Option(min=0.1, metavar="SECONDS", help="With --superlink: maximum time for a node's answer.")
+    ] = 10,
 ) -> int:
     """Serve the models of a run over REST and gRPC.
 
-    RUN is the same as for `posy predict`. The service speaks the Open Inference Protocol (KServe V2). It offers the
+    The service speaks the Open Inference Protocol (KServe V2). It offers the
     model of each client, and combinations of these models: `served`, `router`, `ensemble`, `majority-vote` and
-    `confidence`, as far as the method has them. Without a certificate, and a token or a clients' authority, only this
-    machine can call the service.
+    `confidence`, as far as the method has them. Other machines can call the service only with a certificate and with
+    tokens or a clients' authority. Ctrl-C stops the service.
 
     With --site, the service offers the site's current model (`posy models`), and no combination of clients.
 
@@ -450,7 +525,7 @@ def serve_models(
         from posy.serve.limits import Limits  # noqa: PLC0415
         from posy.serve.server import Credentials, Options  # noqa: PLC0415
     except ModuleNotFoundError as error:
-        raise SettingsError(f"`posy serve` needs {error.name}; run pip install -e '.[serve]'") from error
+        raise SettingsError(f"`posy serve` needs {error.name}; install it: pip install 'posy[serve]'") from error
     valid_tokens = read_tokens(tokens) if tokens else []
     credentials = Credentials(certificate, certificate_key, client_ca, valid_tokens)
     limits = Limits(int(max_megabytes * 1e6), rate, concurrency)
@@ -460,44 +535,56 @@ def serve_models(
     return 0
 
 
-@app.command(
+@results(
     epilog="""\b
 examples:
-  posy report runs/a
-  posy report runs/fedfew-* runs/fedacs-* -o compared.html     compare several runs"""
+  posy report my-run
+  posy report runs/fedfew-* runs/fedacs-* -o compared.html     compare runs"""
 )
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Directories of runs, or their names in runs/.")],
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Output file.")] = Path("report.html"),
 ) -> int:
     """Write an HTML report on one or more runs.
 
-    RUN is the directory of a run. The report is a single HTML file. Runs that differ only in their seeds form a group.
-    The report compares the groups.
+    The report is a single HTML file. Runs that differ only in their seeds form a group. The report compares the groups.
     """
     from posy.report.page import page  # noqa: PLC0415 - imports pandas and the methods
 
-    different = list(dict.fromkeys(run.resolve() for run in runs))
+    named = [(Path(run), Path(RunSettings.output_dir, run)) for run in runs]
+    different = list(
+        dict.fromkeys((in_runs if exists(in_runs) and not exists(run) else run).resolve() for run, in_runs in named)
+    )
     text = page(different)
     output.write_text(text, encoding="utf-8")
     print(f"{output}: {len(different)} run{'s' * (len(different) > 1)}, {size(len(text.encode()))}")
     return 0
 
 
-@app.command()
+@results(
+    epilog="""\b
+examples:
+  posy watch                               the newest run in runs/
+  posy watch my-run --superlink localhost:8000"""
+)
 def watch(
-    run: Annotated[str, typer.Argument(metavar="[RUN]")] = "",
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="[RUN]", help="Directory of a run, or its name in runs/ (default: newest run).", show_default=False
+        ),
+    ] = "",
     superlink: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="SuperLink of the run (its --control address).")
     ] = None,
     root_certificates: RootCertificates = None,
     insecure: Insecure = False,
 ) -> int:
-    """Watch a run until it ends.
+    """Show the progress of a run until it ends.
 
-    Posy shows the round, the accuracy, the dropped replies and the time left. RUN is the directory of a run, or its
-    name in runs/. With --superlink, RUN is the id or run-name of a run on this SuperLink, and Posy also shows the
-    number of online nodes. The default is the newest run. Ctrl-C stops the display, not the run.
+    Posy shows the round, the accuracy, the dropped replies and the time left. With --superlink, RUN is the id or
+    run-name of a run on this SuperLink, and Posy also shows the number of online nodes. Ctrl-C stops the display, not
+    the run.
     """
     if superlink is not None:
         from posy.commands.deploy.control import show_run  # noqa: PLC0415 - imports Flower
@@ -508,9 +595,22 @@ def watch(
     return watch_run(run)
 
 
-@app.command()
-def settings(method: Annotated[str, typer.Argument(metavar="[METHOD]")] = "") -> int:
-    """List all settings, or only the settings that METHOD uses."""
+@experiments(
+    epilog="""\b
+examples:
+  posy settings fedfew
+  posy settings | grep dirichlet           one line per setting in a pipe"""
+)
+def settings(
+    method: Annotated[
+        str,
+        typer.Argument(metavar="[METHOD]", help="List only the settings that affect this method.", show_default=False),
+    ] = "",
+) -> int:
+    """List the settings of a run.
+
+    Give a setting as key=value to `posy run`, or as key: value in a settings file.
+    """
     if method and method not in (*METHODS, *REFERENCES) and not is_custom(method):
         raise SettingsError(_not_a_method(method))
     for title, group in groups([method] if method else METHODS).items():
@@ -534,44 +634,59 @@ def _meaning(item: Setting) -> str:
     return item.described + (f"; `posy tune`: {item.search.low:g} to {item.search.high:g}" if item.search else "")
 
 
-@app.command()
+@experiments()
 def methods() -> int:
     """List the methods."""
     print_table("methods", ("name", "about"), [(name, _about(name)) for name in (*METHODS, *REFERENCES)])
     return 0
 
 
-@app.command()
+@experiments()
 def datasets() -> int:
-    """List the data sets."""
+    """List the published data sets, and the files that they need.
+
+    `dataset` also accepts the path of your own data (.npz, .csv, .parquet, a folder of images and others), or
+    hf:OWNER/NAME, a data set of the Hugging Face Hub. Posy looks for files in data-dir (default: datasets).
+    """
     from posy.data.published import describe  # noqa: PLC0415
 
     print_table("data sets", ("name", "content", "files for data-dir", "downloads"), describe())
     return 0
 
 
-@app.command()
-def check_site(words: Annotated[list[str], typer.Argument(metavar="key=value...")]) -> int:
-    """Check a site's data before any run.
+@site(
+    epilog="""\b
+examples:
+  posy check-site data=/data/patients.csv
+  posy check-site data=/data/patients.csv policy=policy.yaml label-column=ill"""
+)
+def check_site(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="key=value...", help="Node config, such as data=PATH and policy=FILE, and settings of the run."
+        ),
+    ],
+) -> int:
+    """Check a site's data and policy before the first run.
 
     Posy loads the data as the site's node would in a run with dataset=sites. It shows the kind, shape, classes and
-    split of the data. It also lists warnings and unreadable files. It sends nothing over the network. Pass the node
-    config (data, policy, name, skip-unreadable, and local-training settings that the site chooses) and, if you know
-    them, the run's settings as key=value arguments.
+    split of the data. It also lists warnings and unreadable files. It sends nothing over the network. The node config
+    has the keys data, policy, name and skip-unreadable, and the local-training settings that the site chooses.
     """
     from posy.client_app.node_config import NODE_WORDS, check_node_config  # noqa: PLC0415
-    from posy.commands import check_site as site  # noqa: PLC0415 - imports PyTorch
+    from posy.commands import check_site as checks  # noqa: PLC0415 - imports PyTorch
 
     node_config = dict(word.split("=", 1) for word in words if word.partition("=")[0] in NODE_WORDS)
     check_node_config(node_config)
     config = parse_words([word for word in words if word.partition("=")[0] not in NODE_WORDS], COMMAND_LINE)
     settings = read_settings({**config, "dataset": SITES}, COMMAND_LINE)
-    site.show(site.check_site(node_config, settings.data, settings.train))
+    checks.show(checks.check_site(node_config, settings.data, settings.train))
     return 0
 
 
 app.add_typer(deployment.app)
-app.add_typer(policy.app, name="policy")
+app.add_typer(policy.app, name="policy", rich_help_panel=SITE)
 
 
 def _check_command(words: Sequence[str], group: typer.core.TyperGroup) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -13,12 +14,14 @@ from typing import Any
 
 import httpx
 import pytest
+import typer
 from flwr.proto.control_pb2 import ListRunsResponse, StreamLogsRequest, StreamLogsResponse
 
 import posy
 from posy.commands import cli
 from posy.commands.deploy import control
 from posy.commands.deploy.certificates import make_certificates
+from posy.commands.help import GROUPS
 from posy.commands.launch import APP, Connection, toml
 from posy.commands.table import Plan
 from posy.settings import LaunchError, SettingsError
@@ -248,7 +251,7 @@ def test_version_and_help_are_printed(capsys: pytest.CaptureFixture[str]) -> Non
     for words, status, text in (
         (["--version"], 0, f"posy {version} (flwr 1.39"),
         (["--help"], 0, "examples:\n    posy run         "),
-        (["run", "--help"], 0, "examples:\n    posy run num-server-rounds=5\n"),
+        (["run", "--help"], 0, "examples:\n    posy run num-server-rounds=5 "),
         ([], 2, "examples:"),
     ):
         assert cli.main(words) == status
@@ -272,6 +275,43 @@ def test_help_examples_are_valid(
         assert cli.main([*example[1:], *local]) == 0, example
         if "resume" not in runs[-1]:
             read_settings(runs[-1], "the help")
+
+
+def help_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, str]]:
+    """Return the sections of a command's help, each with the text of its entries by name."""
+    assert cli.main([*words, "--help"]) == 0
+    output = capsys.readouterr().out
+    assert max(map(len, output.splitlines())) <= 80, words
+    assert "<=x" not in output and "x>=" not in output, words
+    sections: dict[str, dict[str, str]] = {}
+    for block in output.split("\n\n"):
+        title, *lines = block.splitlines()
+        if title.endswith(":") and title[0].isupper():
+            entries = re.findall(r"^  (\S.*?)(?:  +|\n {20,})(\S.*)$", "\n".join(lines), re.MULTILINE)
+            sections[title[:-1]] = dict(entries)
+            assert len(entries) == sum(line[2] != " " for line in lines), (words, title)
+    return sections
+
+
+def test_help_explains_every_command_argument_and_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    group = typer.main.get_command(cli.app)
+    sections = help_of([], capsys)
+    assert list(sections) == ["Options", *GROUPS]
+    listed = [name for title in GROUPS for name in sections[title]]
+    assert sorted(listed) == sorted(group.commands)
+    assert not [text for title in GROUPS for text in sections[title].values() if text.endswith("...")]
+    policies = group.commands["policy"].commands
+    for words, command in [
+        *([[name], group.commands[name]] for name in listed if name != "policy"),
+        *([["policy", name], command] for name, command in policies.items()),
+    ]:
+        entries = help_of(words, capsys)
+        assert len(entries["Options"]) == 1 + sum(item.param_type_name == "option" for item in command.params)
+        arguments = [item.metavar for item in command.params if item.param_type_name == "argument"]
+        assert list(entries.get("Arguments", {})) == arguments, words
 
 
 def test_help_and_lists_do_not_import_pytorch() -> None:

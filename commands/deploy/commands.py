@@ -21,6 +21,7 @@ from posy.commands.deploy.options import (
     node_configs,
     print_command,
 )
+from posy.commands.help import SERVER, SITE, commands_in
 from posy.commands.launch import Connection, resume_command
 from posy.server_app.progress import size
 from posy.settings import SettingsError
@@ -28,23 +29,38 @@ from posy.settings import SettingsError
 MAX_DAYS = 36_500
 STATE = Path("superlink")
 
-SuperLink = Annotated[str, typer.Option(metavar="HOST:PORT", help="The SuperLink's --control address.")]
+SuperLink = Annotated[str, typer.Option(metavar="HOST:PORT", help="Address of the SuperLink (its --control).")]
 RootCertificates = Annotated[
     Path | None,
-    typer.Option(metavar="PATH", help="CA certificate that verifies the SuperLink (default: certificates/ca.pem)."),
+    typer.Option(
+        metavar="FILE", help="CA certificate that verifies the SuperLink (PEM; default: certificates/ca.pem)."
+    ),
 ]
-State = Annotated[Path, typer.Option(metavar="DIR", help="State directory of the SuperLink, on its machine.")]
+State = Annotated[Path, typer.Option(metavar="DIR", help="Directory in which the SuperLink stores its state.")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Disable TLS. Only for experiments on a single machine.")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Show Flower's full log.")]
-RunWord = Annotated[str, typer.Argument(metavar="RUN")]
+RunWord = Annotated[str, typer.Argument(metavar="RUN", help="Run id or run-name, as listed by `posy status`.")]
+NodeConfig = Annotated[
+    list[str] | None, typer.Argument(metavar="[key=value]...", help="Node config, such as data=PATH and policy=FILE.")
+]
+StateFile = Annotated[Path, typer.Argument(metavar="FILE", help="Copy of the state (an SQLite database).")]
 
 app = typer.Typer()
+server, site = commands_in(app, SERVER), commands_in(app, SITE)
 
 
-@app.command()
+@server(
+    epilog="""\b
+examples:
+  posy certificates certificates --host fl.example.org    on the server
+  posy certificates certificates hospital-a               at a site
+  posy certificates certificates --renew                  a new server.pem"""
+)
 def certificates(
-    folder: Annotated[Path, typer.Argument(metavar="DIR")],
-    nodes: Annotated[list[str] | None, typer.Argument(metavar="[NODE]...")] = None,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Directory for the files.")],
+    nodes: Annotated[
+        list[str] | None, typer.Argument(metavar="[NODE]...", help="Names of nodes that receive a key.")
+    ] = None,
     host: Annotated[
         list[str] | None,
         typer.Option(
@@ -60,17 +76,17 @@ def certificates(
         ),
     ] = None,
     days: Annotated[
-        int, typer.Option(min=1, max=MAX_DAYS, metavar="DAYS", help="Validity of the certificates in days.")
+        int, typer.Option(min=1, max=MAX_DAYS, metavar="DAYS", help="Validity of new certificates, in days.")
     ] = 365,
     renew: Annotated[
         bool,
-        typer.Option("--renew", help="Replace the files of each NODE and --client. Without these, replace server.pem."),
+        typer.Option("--renew", help="Replace the files of each NODE and --client. By default, replace server.pem."),
     ] = False,
     renew_authority: Annotated[
         bool, typer.Option("--renew-authority", help="Add a new authority to ca.pem and keep the old one.")
     ] = False,
 ) -> int:
-    """Create certificates for a SuperLink and keys for its nodes.
+    """Create the server's certificates, and keys for nodes.
 
     Posy creates the files that are missing in DIR. For each NODE, Posy creates a private key (NODE.key, which must stay
     on the node) and a public key (NODE.pub, for `posy register`). With --host or without a NODE, as on the server, Posy
@@ -99,7 +115,12 @@ def certificates(
     return 0
 
 
-@app.command()
+@server(
+    epilog="""\b
+examples:
+  posy superlink                           with certificates
+  posy superlink --insecure --fleet 127.0.0.1:9092    on one machine"""
+)
 def superlink(
     folder: Annotated[
         Path | None,
@@ -116,9 +137,9 @@ def superlink(
         ),
     ] = False,
     fleet: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help=f"Address for nodes (default: {FLEET}).")
+        str | None, typer.Option(metavar="HOST:PORT", help=f"Address to which nodes connect (default: {FLEET}).")
     ] = None,
-    control: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address for submitting runs.")] = CONTROL,
+    control: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address to which runs are submitted.")] = CONTROL,
     control_open_to_network: Annotated[
         bool,
         typer.Option(
@@ -145,18 +166,29 @@ def superlink(
     return 0
 
 
-@app.command()
+@site(
+    epilog="""\b
+examples:
+  posy supernode --superlink fl.example.org:9092 --key hospital-a.key \\
+      data=/data/patients.csv policy=policy.yaml
+  posy supernode --insecure partition-id=0 num-partitions=2    on one machine"""
+)
 def supernode(
-    config: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...")] = None,
-    superlink: Annotated[str, typer.Option(metavar="HOST:PORT", help="The SuperLink's --fleet address.")] = LOCAL_FLEET,
+    config: NodeConfig = None,
+    superlink: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Address of the SuperLink (its --fleet).")
+    ] = LOCAL_FLEET,
     key: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="Private key of the node. Repeat to start several nodes.")
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Private key of the node. Repeat the option to start several nodes."),
     ] = None,
     root_certificates: RootCertificates = None,
     insecure: Insecure = False,
     wait: Annotated[
         float | None,
-        typer.Option(min=0.1, metavar="SECONDS", help="Exit after the SuperLink has been unreachable for this long."),
+        typer.Option(
+            min=0.1, metavar="SECONDS", help="Exit if the SuperLink is unreachable for this long (default: never)."
+        ),
     ] = None,
     stock: Annotated[
         bool, typer.Option("--stock", help="Start Flower's unmodified SuperNode. Every message is slower.")
@@ -172,11 +204,11 @@ def supernode(
         ),
     ] = None,
 ) -> int:
-    """Start a node of a federation.
+    """Start the node of a site, which trains on local data.
 
-    Posy starts a SuperNode that keeps PyTorch, the run's code and the data loaded between messages. The key=value words
-    are the node config. For a partition of a benchmark data set, use for example partition-id=0 num-partitions=5. For a
-    site's files, use data=PATH, and add policy=FILE to override the default rules (`posy policy new`).
+    Posy starts a SuperNode that keeps PyTorch, the run's code and the data loaded between messages. For a partition of
+    a published data set, the node config is for example partition-id=0 num-partitions=5. For a site's files, use
+    data=PATH, and add policy=FILE to override the default rules (`posy policy new`).
 
     Repeat --key to start one node per key. The nodes share the loaded modules. By default, n nodes use n partitions,
     numbered 0 to n - 1. With partition-id, the first node uses this partition, and the other nodes use the partitions
@@ -194,15 +226,21 @@ def supernode(
     os.execve(command[0], command, environment)
 
 
-@app.command()
+@server(
+    epilog="""\b
+examples:
+  posy register hospital-a.pub hospital-b.pub"""
+)
 def register(
-    keys: Annotated[list[Path], typer.Argument(metavar="NAME.pub...")],
+    keys: Annotated[
+        list[Path], typer.Argument(metavar="NAME.pub...", help="Public keys that `posy certificates` has created.")
+    ],
     superlink: SuperLink = CONTROL,
     root_certificates: RootCertificates = None,
     insecure: Insecure = False,
     renew: Annotated[bool, typer.Option("--renew", help="Replace the registered keys of these nodes.")] = False,
 ) -> int:
-    """Register the public keys of nodes.
+    """Admit nodes by registering their public keys.
 
     The SuperLink admits only nodes with registered keys. Posy registers each key under the name of its file.
 
@@ -246,9 +284,9 @@ def register(
     return status
 
 
-@app.command()
+@server()
 def unregister(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...")],
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names of nodes, as listed by `posy status`.")],
     superlink: SuperLink = CONTROL,
     root_certificates: RootCertificates = None,
     insecure: Insecure = False,
@@ -270,8 +308,8 @@ def unregister(
     return 0
 
 
-@app.command()
-def backup(file: Annotated[Path, typer.Argument(metavar="FILE")], state: State = STATE) -> int:
+@server()
+def backup(file: StateFile, state: State = STATE) -> int:
     """Copy the state of a SuperLink, which may be running.
 
     FILE contains the registered keys and the list of runs, but no results, checkpoints or certificates. Also copy runs/
@@ -284,8 +322,8 @@ def backup(file: Annotated[Path, typer.Argument(metavar="FILE")], state: State =
     return 0
 
 
-@app.command()
-def restore(file: Annotated[Path, typer.Argument(metavar="FILE")], state: State = STATE) -> int:
+@server()
+def restore(file: StateFile, state: State = STATE) -> int:
     """Restore the state of a stopped SuperLink.
 
     FILE is the output of `posy backup`. Nodes reconnect automatically. Runs that were in progress at the time of the
@@ -298,7 +336,7 @@ def restore(file: Annotated[Path, typer.Argument(metavar="FILE")], state: State 
     return 0
 
 
-@app.command()
+@server()
 def status(
     superlink: SuperLink = CONTROL,
     root_certificates: RootCertificates = None,
@@ -307,7 +345,7 @@ def status(
 ) -> int:
     """List the runs and nodes of a federation.
 
-    The newest run comes first. Nodes are sorted by name. On the SuperLink's machine, Posy also reads --state, and shows
+    The newest run comes first. Nodes are sorted by name. On the SuperLink's machine, Posy also reads --state to show
     the activity of each run and node, the versions and clock errors of the nodes, and the free disk space.
     """
     from posy.commands.deploy import status as listing  # noqa: PLC0415
@@ -326,16 +364,26 @@ def status(
     return 0
 
 
-@app.command()
+@server(
+    epilog="""\b
+examples:
+  posy doctor                              on the server
+  posy doctor --superlink fl.example.org:9092 --key hospital-a.key \\
+      data=/data/patients.csv              at a site"""
+)
 def doctor(
-    config: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...")] = None,
+    config: NodeConfig = None,
     folder: Annotated[
         Path, typer.Option("--certificates", metavar="DIR", help="Output directory of `posy certificates`.")
     ] = CERTIFICATES,
     state: State = STATE,
     superlink: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="The SuperLink's --control address; with --key, its --fleet address."),
+        typer.Option(
+            metavar="HOST:PORT",
+            help=f"Address of the SuperLink: its --control (default: {CONTROL}) or, with --key, its --fleet (default: "
+            f"{LOCAL_FLEET}).",
+        ),
     ] = None,
     fleet: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="On the server: the SuperLink's --fleet address.")
@@ -344,7 +392,7 @@ def doctor(
     root_certificates: RootCertificates = None,
     insecure: Insecure = False,
 ) -> int:
-    """Check that this machine is ready for a federation.
+    """Check that a server or a site is ready for a federation.
 
     On the server, Posy checks certificates, keys, ports, disk space, registered keys, and the versions and clocks of
     the nodes. At a site, pass --key and the node config. Posy then checks the key, the connection to the SuperLink, the
@@ -369,32 +417,46 @@ def doctor(
     return checks.show(checks.of_server(endpoint, fleet, folder, state / HOME))
 
 
-@app.command(
+@site(
     epilog="""\b
 examples:
-  posy audit /srv/posy-state                                  check the log and print it
-  posy audit /srv/posy-state --run my-run --since 2026-01-31
-  posy audit /srv/posy-state --anchor                         print an anchor to store on another machine
-  posy audit /srv/posy-state --contains 1234:5f0c...          check the log against such an anchor"""
+  posy audit /srv/posy-state               check the log and print it
+  posy audit /srv/posy-state --run my-run --since 2026-01-31T08:00
+  posy audit /srv/posy-state --anchor      print an anchor to store elsewhere
+  posy audit /srv/posy-state --contains 1234:5f0c...    check such an anchor"""
 )
 def audit(
-    path: Annotated[Path, typer.Argument(metavar="[PATH]")] = Path(),
-    run: Annotated[str, typer.Option(metavar="RUN", help="Print only the events of this run (id or run-name).")] = "",
-    since: Annotated[str, typer.Option(metavar="TIME", help="Print only the events since this time (UTC).")] = "",
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="[PATH]", help="Audit log, or the state-dir of the node (default: the current directory)."
+        ),
+    ] = Path(),
+    run: Annotated[
+        str,
+        typer.Option(metavar="RUN", help="Print only the events of this run (id or run-name).", show_default=False),
+    ] = "",
+    since: Annotated[
+        str, typer.Option(metavar="TIME", help="Print only the events since this time (UTC).", show_default=False)
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per event.")] = False,
     anchor: Annotated[
         bool, typer.Option("--anchor", help="Print only the number of events and the last hash, for storage elsewhere.")
     ] = False,
     anchored: Annotated[
         str,
-        typer.Option("--contains", metavar="ANCHOR", help="Check that the log still contains the events of an anchor."),
+        typer.Option(
+            "--contains",
+            metavar="ANCHOR",
+            help="Check that the log still contains the events of this anchor.",
+            show_default=False,
+        ),
     ] = "",
 ) -> int:
     """Check and print the audit log of a node.
 
-    PATH is the log, or the state-dir of the node (default: the current directory). The log has one line for each
-    message that the node has answered or refused. Each line contains the hash of the previous line. If this chain is
-    broken, Posy reports the first broken line, and the exit status is 1.
+    The log has one line for each message that the node has answered or refused. Each line contains the hash of the
+    previous line. If this chain is broken, Posy reports the first broken line, and the exit status is 1.
     """
     from posy.commands import audit as audit_log  # noqa: PLC0415 - imports Flower
 
@@ -403,7 +465,7 @@ def audit(
     return audit_log.show(path, run, since, anchored, as_json=as_json)
 
 
-@app.command()
+@server()
 def log(
     run: RunWord,
     verbose: Verbose = False,
@@ -413,22 +475,20 @@ def log(
 ) -> int:
     """Show the log of a run in a federation.
 
-    Posy prints the log from the start and follows it until the run ends. Ctrl-C stops the output, but not the run. RUN
-    is the run id or run-name that `posy status` lists.
+    Posy prints the log from the start and follows it until the run ends. Ctrl-C stops the output, but not the run.
     """
     from posy.commands.deploy.control import show_run  # noqa: PLC0415
 
     return show_run(connection(superlink, root_certificates, insecure), run, verbose=verbose)
 
 
-@app.command()
+@server()
 def stop(
     run: RunWord, superlink: SuperLink = CONTROL, root_certificates: RootCertificates = None, insecure: Insecure = False
 ) -> int:
     """Stop a run in a federation.
 
-    Posy keeps the results, and you can resume the run from its last checkpoint. RUN is the run id or run-name that
-    `posy status` lists.
+    Posy keeps the results, and you can resume the run from its last checkpoint.
     """
     from posy.commands.deploy.control import control  # noqa: PLC0415
 

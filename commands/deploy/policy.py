@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from posy.commands.help import commands_in
 from posy.listing import print_table
 from posy.settings import COMMAND_LINE, SettingsError, as_config, settings_of
 from posy.yaml12 import dump
@@ -15,10 +16,11 @@ REFUSED = 1
 """Exit status of `posy policy check` for a run that the policy refuses."""
 
 app = typer.Typer(help="Write, explain and test the policy of a site.", no_args_is_help=True)
+command = commands_in(app)
 
 
-@app.command()
-def new(file: Annotated[Path, typer.Argument(metavar="[FILE]")] = FILE) -> int:
+@command()
+def new(file: Annotated[Path, typer.Argument(metavar="[FILE]", help="New file (default: policy.yaml).")] = FILE) -> int:
     """Write a policy that explains each rule and sets it to its default.
 
     Add the file to the node config: `posy supernode data=PATH policy=FILE`.
@@ -30,14 +32,21 @@ def new(file: Annotated[Path, typer.Argument(metavar="[FILE]")] = FILE) -> int:
     return 0
 
 
-@app.command()
+@command(
+    epilog="""\b
+examples:
+  posy policy check policy.yaml                           explain the rules
+  posy policy check policy.yaml method=fedavg lr=0.01     test a run"""
+)
 def check(
-    file: Annotated[Path, typer.Argument(metavar="FILE")],
-    settings: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...")] = None,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Policy of a site (YAML).")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[key=value]...", help="Settings of a run; experiment=FILE names a settings file."),
+    ] = None,
 ) -> int:
     """Explain a policy, or predict which of its rules would refuse a run.
 
-    The key=value words are the settings of the run, as for `posy run`; experiment=FILE names a file of settings.
     Without settings, Posy explains the rules. The exit status is 1 if the policy refuses the run. The node checks the
     rules on rows, parameters and runs per day only when the run begins.
     """
