@@ -39,7 +39,8 @@ def check_node_config(config: Mapping[str, Any]) -> None:
     for word, least in LEAST.items():
         value = str(config.get(word, least))
         if not re.fullmatch(r"[0-9]+", value) or int(value) < least:
-            raise NodeConfigError(f"{word} = {value!r} in the node config: it must be a whole number of at least {least}")
+            allowed = f"a whole number of at least {least}"
+            raise NodeConfigError(f"{word} = {value!r} in the node config: it must be {allowed}")
     for word, value in config.items():
         if NODE_NAME in str(value):
             raise NodeConfigError(

@@ -37,6 +37,7 @@ from posy.paths import expanded
 from posy.settings import NodeConfigError, as_config
 from posy.strategies.client_settings import NodeSettings, check_allowed, train_settings
 from posy.strategies.run_settings import TrainSettings
+from posy.words import counted
 
 DEFAULT_TRAINING = TrainSettings()
 FAR = 10.0
@@ -136,8 +137,7 @@ def show(report: Report, console: Console | None = None) -> None:
         console.print(laid_out(title, ("feature", "mean", "standard deviation"), report.statistics[:SHOWN]))
         if remainder := _rest(report.statistics):
             console.print(Text(f"  {remainder.strip()}"))
-    count = len(report.unreadable)
-    unreadable = f"{count} unreadable file{'s' * (count != 1)}, skipped"
+    unreadable = f"{counted(len(report.unreadable), 'unreadable file')}, skipped"
     for title, lines in (("warnings", report.warnings), (unreadable, report.unreadable)):
         if lines:
             console.print(Text(title, style="bold"))

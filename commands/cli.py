@@ -13,6 +13,7 @@ from typing import Annotated, Any, cast
 import typer
 import typer.core
 
+from posy.commands import guide
 from posy.commands.deploy import commands as deployment
 from posy.commands.deploy import policy
 from posy.commands.deploy.commands import Insecure, RootCertificates, Verbose
@@ -32,6 +33,7 @@ from posy.strategies.methods import METHODS, REFERENCES
 from posy.strategies.registry import declared, groups, merge_experiment, parse_words, read_settings, setting_of
 from posy.strategies.run_settings import RunSettings
 from posy.strategies.settings import folder_name
+from posy.words import counted
 from posy.yaml12 import dump
 
 Settings = Annotated[
@@ -155,6 +157,8 @@ def run(
     if not config.get("resume"):  # the other settings of a resumed run are on the SuperLink's machine
         checked = read_settings(config, COMMAND_LINE, sources=merged.sources)
     endpoint = connection(superlink, root_certificates, insecure)
+    subject = guide.subject(checked) if checked else f"resuming {config['resume']}"
+    print(f"{subject}; on the nodes of {superlink}", flush=True)
     from posy.commands.deploy import control  # noqa: PLC0415 - imports Flower
 
     if checked and checked.data.dataset == SITES and checked.data.folds and not checked.data.fold:
@@ -557,7 +561,7 @@ def report(
     )
     text = page(different)
     output.write_text(text, encoding="utf-8")
-    print(f"{output}: {len(different)} run{'s' * (len(different) > 1)}, {size(len(text.encode()))}")
+    print(f"{output}: {counted(len(different), 'run')}, {size(len(text.encode()))}; open it in a browser")
     return 0
 
 

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posy.commands import guide
+from posy.paths import absolute, exists
 from posy.server_app.resume import reached
 from posy.settings import RunError, Scalar
 from posy.strategies.registry import read_settings
 from posy.strategies.run_settings import RunSettings
+from posy.strategies.settings import Settings
 
 if TYPE_CHECKING:
     from posy.server_app.final_models import Delivery
@@ -58,10 +61,14 @@ def run_in_process(settings: Mapping[str, Any], where: str) -> int:
         If a setting or the data is invalid.
     """
     run_folders: list[Path] = []
-    if not settings.get("resume"):  # check before importing PyTorch; a resumed run uses stored settings
-        read_settings(settings, where)
+
+    def begun(run: Path) -> None:
+        run_folders.append(run)
+        print(guide.beginning(run), flush=True)
+
+    print_start(settings, where)  # before importing PyTorch, which takes seconds
     try:
-        record_in_process(settings, where, run_folders.append)
+        record = record_in_process(settings, where, begun)
     except (KeyboardInterrupt, Exception) as error:
         if isinstance(error, RunError):
             print(f"posy: {error}", file=sys.stderr)
@@ -71,7 +78,24 @@ def run_in_process(settings: Mapping[str, Any], where: str) -> int:
         if isinstance(error, RunError):
             return 1
         raise
+    if run_folders:
+        guide.show_next(guide.next_commands(run_folders[0], record.settings))
     return 0
+
+
+def print_start(settings: Mapping[str, Any], where: str) -> Settings | None:
+    """Check the settings of a run, and print one line about the run; return None for a resumed run.
+
+    A resumed run also uses stored settings, which are checked later.
+    """
+    if not settings.get("resume"):
+        checked = read_settings(settings, where)
+        print(guide.description(checked), flush=True)
+        return checked
+    run = absolute(str(settings.get("output-dir", RunSettings.output_dir))) / str(settings["resume"])
+    if exists(run):
+        print(guide.resumption(run, settings.get("num-server-rounds")), flush=True)
+    return None
 
 
 def record_in_process(
@@ -80,8 +104,12 @@ def record_in_process(
     """Execute a run in this process and return its record; call ``begun`` with the run's directory once it exists."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    from flwr.common.logger import update_console_handler  # noqa: PLC0415 - imports Flower
+
     from posy.server_app.app import run  # noqa: PLC0415 - imports PyTorch
 
+    if not sys.stderr.isatty():  # Flower writes escape codes for colours into pipes
+        update_console_handler(colored=False)
     logger = logging.getLogger("flwr")
     level = logger.level
     logger.setLevel(logging.WARNING)
@@ -118,14 +146,9 @@ def _print_how_to_resume(outcome: str, run: Path | None) -> None:
     """Print how a run ended and, unless it is complete, the command that resumes it."""
     finished, rounds = reached(run) if run else (0, 0)
     if run is not None and (run / "fold-1").is_dir():
-        print(f"posy: {outcome}; resume with: {resume_command(run.name, *_output_folder(run))}", file=sys.stderr)
+        print(f"posy: {outcome}; resume with: {resume_command(run.name, *guide.output_folder(run))}", file=sys.stderr)
     elif run is None or not finished:
         print(f"posy: {outcome} before the first checkpoint; results so far: {run or 'none'}", file=sys.stderr)
     elif outcome == "stopped" or finished < rounds:
-        command = resume_command(run.name, *_output_folder(run))
+        command = resume_command(run.name, *guide.output_folder(run))
         print(f"posy: {outcome} after round {finished}; resume with: {command}", file=sys.stderr)
-
-
-def _output_folder(run: Path) -> list[str]:
-    """Return the setting for the folder that contains a run, or an empty list for the default folder."""
-    return [] if run.parent == Path(RunSettings.output_dir).absolute() else [f"output-dir={run.parent}"]

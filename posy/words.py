@@ -27,6 +27,11 @@ def listed(items: Sequence[str], most: int = 5) -> str:
     return ", ".join(items[:most]) + ", …" * (len(items) > most)
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun: ``1 round``, ``15 rounds``."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def capitalised(text: str) -> str:
     """Capitalise the first letter of a text."""
     return text[:1].upper() + text[1:]

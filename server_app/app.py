@@ -232,6 +232,7 @@ def _run(
             waves.on_wait = WaitLog(federation, status)
         if isinstance(grid, InProcessGrid):
             grid.states = stack.enter_context(states_in_memory(recorder, settings))
+            grid.on_trained = recorder.progress.note_trained
             stack.callback(grid.end)
         in_this_process = isinstance(grid, InProcessGrid)
         recorder.prepare_messages(shares_files=in_this_process or in_simulation(), one_file_system=in_simulation())

@@ -38,6 +38,7 @@ class Delivery:
     def __init__(self, resumed: Resumption, strategy: PersonalisedStrategy, federation: Federation) -> None:
         self.directory: RunDirectory = resumed.directory
         self._strategy, self._federation = strategy, federation
+        self.settings = strategy.settings
         self._clients, self._last_round = resumed.deliver_to, resumed.checkpoint.server_round
         strategy.end_after(self._last_round)
         exchange = strategy.exchange

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -35,6 +35,8 @@ class InProcessGrid(PosyGrid):
         self._replies: dict[str, Message] = {}
         self._ids = map(f"{uuid4()}-{{}}".format, itertools.count(1))  # unique across grids
         self._engine: Engine | None = None
+        self.on_trained: Callable[[int, int, float], object] | None = None
+        """Called when a client has been trained, with the arguments of :meth:`Progress.note_trained`."""
         self.states: StateStore | None = None
         """Store for the clients' states. If None, each call chooses a store."""
         self.trusting = True
@@ -80,6 +82,7 @@ class InProcessGrid(PosyGrid):
             else:
                 replies[number] = outcome
         numbers, pending = list(calls), list(calls.values())
+        note = self._counter(pending)
 
         def finish(index: int, result: Any) -> None:
             try:
@@ -87,6 +90,7 @@ class InProcessGrid(PosyGrid):
             except Exception as error:
                 reply = _failure(pending[index].message, error)
             replies[numbers[index]] = reply
+            note(pending[index])
 
         if pending:
             if self._engine is None or self._engine.workspace is not pending[0].workspace:
@@ -95,6 +99,23 @@ class InProcessGrid(PosyGrid):
         for reply in replies.values():
             with_id(reply, next(self._ids))
         return [replies[number] for number in sorted(replies)]
+
+    def _counter(self, calls: Sequence[Call]) -> Callable[[Call], object]:
+        """Return a function that receives each finished call, and passes the progress of training on."""
+        training = calls and calls[0].message.metadata.message_type == MessageType.TRAIN
+        if self.on_trained is None or not training:
+            return lambda call: None
+        on_trained, workers, samples, trained = self.on_trained, calls[0].workspace.workers, 0, 0
+        sizes = sorted((call.num_train for call in calls), reverse=True)  # the engine starts with the largest clients
+
+        def note(call: Call) -> None:
+            nonlocal samples, trained
+            samples, trained = samples + call.num_train, trained + 1
+            if trained >= workers and samples:
+                half_done = sum(sizes[trained : trained + workers]) / 2  # of the clients that are being trained
+                on_trained(trained, len(calls), (samples + half_done) / sum(sizes))
+
+        return note
 
     def _receive(self, message: Message) -> Message | Call:
         """Return the reply to a query, or the pending call for a training or evaluation message."""

@@ -31,6 +31,8 @@ MAX_ROWS = 50
 """Maximum number of sites in the task table."""
 PACE_ROUNDS = 20
 """Number of recent rounds over which the time per round is averaged. The first round is slow, because it loads data."""
+FIRST_SECONDS = 10.0
+"""Age of the first round, in seconds, from which Posy estimates the run's duration from the clients trained so far."""
 WITHOUT_MODEL_TITLE = "without final model"
 """Start of the line that lists the clients to which the final model was not delivered."""
 TASK_COLUMNS = ("site", "client", "training", "test", "samples", "classes", "skipped", "node settings")
@@ -67,6 +69,7 @@ class Progress:
         self._stack = ExitStack()
         self._latest: dict[str, tuple[int, str]] = {}  # last round and text of each metric, keyed by name
         self._ends: deque[tuple[int, float]] = deque(maxlen=PACE_ROUNDS)  # rounds and the times at which they ended
+        self._estimated = False
 
     def __enter__(self) -> Self:
         self._ends.append((self._done, self._clock()))
@@ -78,6 +81,27 @@ class Progress:
 
     def __exit__(self, *raised: object) -> None:
         self._stack.close()
+
+    def note_trained(self, trained: int, clients: int, share: float) -> None:
+        """Estimate the run's duration in a long first round. A log shows the first estimate, a bar the newest one.
+
+        Parameters
+        ----------
+        trained, clients : int
+            Number of clients that have been trained in this round, and of all its clients.
+        share : float
+            Share of the round's training samples that the clients have processed.
+        """
+        seconds = self._clock() - self._ends[0][1]
+        if len(self._ends) > 1 or trained == clients or seconds < FIRST_SECONDS:
+            return
+        total = duration(seconds / share * (self._rounds - self._done))
+        text = f"{trained} of {clients} clients trained in {duration(seconds)}; the run takes about {total}"
+        if self._bar is not None:
+            self._bar.update(self._task, figures=text, refresh=True)
+        elif not self._estimated:
+            self._write(self._done + 1, text)
+        self._estimated = True
 
     def add(self, row: Mapping[str, Any], clients: int) -> None:
         """Show a finished round.
@@ -147,9 +171,12 @@ class Progress:
         if self._bar is not None:
             self._bar.update(self._task, completed=server_round, figures=figures, refresh=True)
         elif server_round in (self._done + 1, self._rounds) or server_round % self._every == 0:
-            # Use a single write, because other processes write to the log too.
-            self._stream.write(f"round {server_round:{len(str(self._rounds))}d}/{self._rounds}  {figures}\n")
-            self._stream.flush()
+            self._write(server_round, figures)
+
+    def _write(self, server_round: int, text: str) -> None:
+        """Write the line of a round to the log in a single write, because other processes write to the log too."""
+        self._stream.write(f"round {server_round:{len(str(self._rounds))}d}/{self._rounds}  {text}\n")
+        self._stream.flush()
 
     def _redirect_logs(self) -> None:
         """Redirect log lines to the bar's console, which keeps them above the bar."""

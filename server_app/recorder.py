@@ -140,7 +140,7 @@ class Recorder:
             self.notices.append(notice)
         self.status.note(results=self.directory.path, rounds=self.strategy.settings.run.num_server_rounds)
         self._note_round()
-        self._progress = Progress(run.num_server_rounds, self.columns.metric, done=self.rounds)
+        self.progress = Progress(run.num_server_rounds, self.columns.metric, done=self.rounds)
 
     def __enter__(self) -> Self:
         if self.workspace.of_sites:
@@ -150,11 +150,11 @@ class Recorder:
             self._write_summary("running")
         path = self.directory.path
         self._tracking.start(TrackedRun(path.name, self.directory.id, path, self.settings.as_config(), self.rounds))
-        self._progress.__enter__()
+        self.progress.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
-        self._progress.__exit__()
+        self.progress.__exit__()
         if kind is None:
             with self._writing():
                 self._write_end("completed")
@@ -265,7 +265,7 @@ class Recorder:
         self._write_summary("running")
         self._note_round()
         self._tracking.round_finished(row)
-        self._progress.add(row, len(self.strategy.members))
+        self.progress.add(row, len(self.strategy.members))
         state = state_of(self.strategy)
         if self.strategy.exchange.saving:
             write_arrays(self.directory.models / ARRAYS, state)

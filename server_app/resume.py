@@ -101,7 +101,7 @@ class StoredRun:
             raise SettingsError(
                 f"resume = {self.path.name!r}: {'; '.join(refusals)}. It would be a different run; only these settings "
                 f"may change: {', '.join(sorted(key for key, setting in declared.items() if setting.resumable))}"
-                + (rounds_note if _fixes_rounds(settings) else "")
+                + (rounds_note if depends_on_length(settings) else "")
             )
         return changed
 
@@ -115,12 +115,12 @@ def refused_changes(run_settings: Mapping[str, Any], settings: Settings) -> tupl
     refusals = [
         f"{key} = {value!r}, but the run has {run_settings[key]!r}"
         for key, value in sorted(changed.items())
-        if not declared[key].resumable or (_fixes_rounds(settings) and key == "num-server-rounds")
+        if not declared[key].resumable or (depends_on_length(settings) and key == "num-server-rounds")
     ]
     return changed, refusals
 
 
-def _fixes_rounds(settings: Settings) -> bool:
+def depends_on_length(settings: Settings) -> bool:
     """Return whether results of the run's rounds depend on the total number of rounds."""
     depends = settings.train.lr_schedule == "cosine" or settings.run.full_last_round
     return depends or settings.method.follows_number_of_rounds or settings.train.dp != OFF

@@ -432,5 +432,5 @@ def _numbers(key: str, text: str) -> list[int]:
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        raise SettingsError(f"{key} contains {text!r}, which must consist of whole numbers of at least 1, separated by commas")
+        raise SettingsError(f"{key} contains {text!r}: it must be whole numbers of at least 1, separated by commas")
     return numbers

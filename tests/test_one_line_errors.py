@@ -147,7 +147,7 @@ def vendored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("words", "status", "message"),
     [
         (["--version"], 0, "posy "),
-        (["run", "--help"], 0, "EXPERIMENT is a settings file"),
+        (["run", "--help"], 0, "EXPERIMENT is a YAML file"),
         (["settings", "fedavg"], 0, "num-clients"),
         (["runn"], 2, "did you mean `posy run`?"),
         (["run", "--lr", "0.1"], 2, "lr is a setting, not an option; type lr=0.1"),

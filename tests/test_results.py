@@ -356,6 +356,19 @@ class TestProgress:
             "round  2/10  served 61.23 % (round 1)  local 75.00 %  loss nan  7.00 s/round  56 s left",
         ]
 
+    def test_a_long_first_round_estimates_the_duration_once(self) -> None:
+        now, log = [0.0], io.StringIO()
+        with Progress(20, ACCURACY, stream=log, clock=lambda: now[0]) as progress:
+            for trained, seconds in ((1, 6.0), (2, 12.0), (3, 18.0), (4, 24.0)):
+                now[0] = seconds
+                progress.note_trained(trained, 4, trained / 5)
+            progress.update(1, 0.5, None)
+            now[0] = 60.0
+            progress.note_trained(1, 4, 0.2)
+        estimate, finished = log.getvalue().splitlines()
+        assert estimate == "round  1/20  2 of 4 clients trained in 12 s; the run takes about 10 min 0 s"
+        assert finished.startswith("round  1/20  served 50.00 %")
+
     def test_a_line_counts_the_clients_if_some_are_missing(self) -> None:
         log = io.StringIO()
         with Progress(2, ACCURACY, stream=log) as progress:

@@ -80,7 +80,7 @@ def certificates(
     ] = 365,
     renew: Annotated[
         bool,
-        typer.Option("--renew", help="Replace the files of each NODE and --client. By default, replace server.pem."),
+        typer.Option("--renew", help="Replace the files of each NODE and --client, or server.pem if there is none."),
     ] = False,
     renew_authority: Annotated[
         bool, typer.Option("--renew-authority", help="Add a new authority to ca.pem and keep the old one.")

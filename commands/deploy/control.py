@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from posy.commands.deploy.bundle import bundle
+from posy.commands.guide import next_on_superlink, show_next
 from posy.commands.launch import INTERRUPTED, Connection, resume_command, without_proxy
 from posy.commands.runlog import RunLog
 from posy.deploy.flower_internals import (
@@ -270,6 +271,8 @@ def run_on_superlink(settings: Mapping[str, Scalar], superlink: Connection, *, v
     if not status and log.undelivered:
         command = resume_command(Path(log.results).name, *folder, *superlink.words())
         print(f"posy: deliver the final model to the clients without it: {command}", file=sys.stderr)
+    elif not status:
+        show_next(next_on_superlink(Path(log.results), settings, superlink.words()))
     if status and settings.get("part-of"):
         print(f"posy: {outcome}; repeat the command to continue with this fold", file=sys.stderr)
     elif status:  # read the progress from the log, because the checkpoints are on the SuperLink's machine
@@ -298,9 +301,12 @@ def run_folds_on_superlink(
                 status, outcome = 1, "failed"  # unless the run ends otherwise; the SuperLink may be lost
                 print(f"posy: fold {fold} of {folds.total} of {folds.name}", flush=True)
                 of_fold: dict[str, Scalar] = {"part-of": folds.name, "fold": fold}
-                status, outcome = _run_to_end(api, {**settings, **of_fold}, RunLog(verbose))
+                log = RunLog(verbose)
+                status, outcome = _run_to_end(api, {**settings, **of_fold}, log)
                 if status:
                     break
+        if not status:
+            show_next(next_on_superlink(Path(log.results).parent, settings, superlink.words()))
     finally:
         if status:
             command = shlex.join(["posy", "run", *superlink.words(), *folds.words, f"run-name={folds.name}"])
