@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import os
+import shlex
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -209,13 +210,15 @@ def table(
 
     plan = read_plan(file, parse_words(settings or [], COMMAND_LINE), output)
     if ray is None or only_print:
-        return run_table(plan, jobs=jobs, only_print=only_print)
+        status = run_table(plan, jobs=jobs, only_print=only_print)
+        return status if only_print else guide.show_next_of_table(plan, file, status)
     if importlib.util.find_spec("ray") is None:
         raise SettingsError("--ray needs Ray, which is not installed; install it: pip install 'flwr[simulation]'")
     from posy.commands.on_ray import cluster  # noqa: PLC0415 - imports Ray
 
     with cluster(ray, ray_gpus) as begin:
-        return run_table(plan, jobs=len(plan.cells), begin=begin)
+        status = run_table(plan, jobs=len(plan.cells), begin=begin)
+    return guide.show_next_of_table(plan, file, status)
 
 
 @experiments(
@@ -247,11 +250,12 @@ def tune(
 
     overrides = parse_words(settings or [], COMMAND_LINE)
     plan = read_plan(file, overrides)
-    target = output or file.with_name(f"{file.stem}-tuned.yaml")
+    target = output or file.with_name(f"{file.stem}{guide.TUNED}.yaml")
     text = dump(search(plan, trials=trials, jobs=jobs))
     words = f" {as_words(overrides)}" if overrides else ""
     target.write_text(f"# Written by `posy tune {file}{words}`: {trials} trials per row.\n{text}", encoding="utf-8")
-    print(f"wrote {target}; run it with `posy table {target}`")
+    print(f"wrote {target}")
+    guide.show_next([f"posy table {shlex.quote(str(target))}"])
     return 0
 
 

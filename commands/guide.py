@@ -5,6 +5,7 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from posy.extensions import key_prefix
 from posy.listing import shortened
@@ -17,12 +18,17 @@ from posy.strategies.settings import Settings, cohort_size
 from posy.words import counted
 from posy.yaml12 import read_yaml
 
+if TYPE_CHECKING:
+    from posy.commands.table import Plan
+
 INPUTS = {"image": "photo.png", "text": "some text", "series": "samples.npy"}
 """An example of an input for `posy predict`, by kind of samples."""
 TABLE = "rows.csv"
 """An example of an input for all other kinds of samples."""
 AT_NODES = "posy models STATE-DIR    # on a node: its models"
 """The command that shows the models that a run has left on its nodes."""
+TUNED = "-tuned"
+"""End of the name of a table that `posy tune` has written."""
 SERVICE = ("prometheus_client", "uvicorn")
 """Modules that `posy serve` needs."""
 
@@ -106,6 +112,18 @@ def next_on_superlink(run: Path, config: Mapping[str, Scalar], connection: Seque
         return next_commands(run, read_settings({} if stored else config, COMMAND_LINE, stored), connection)
     except (SettingsError, LookupError):  # the stored settings are on another machine
         return []
+
+
+def show_next_of_table(plan: "Plan", file: Path, status: int) -> int:
+    """Print the commands that use a complete table, and return the exit status of `posy table`.
+
+    The first one reports the runs of the first variant, whose directories a pattern of the shell selects.
+    """
+    if status == 0 and plan.cells:
+        runs = shlex.quote(relative(plan.output / plan.cells[0].variant)) + "/*/seed-*/"
+        tuned = file.stem.endswith(TUNED) or not importlib.util.find_spec("optuna")
+        show_next([f"posy report {runs}", *([] if tuned else [shlex.join(["posy", "tune", str(file)])])])
+    return status
 
 
 def kind_of(model: Path) -> str:

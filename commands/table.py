@@ -20,6 +20,8 @@ from filelock import FileLock, Timeout
 
 from posy.commands import archive
 from posy.commands.archive import ENDED, clear
+from posy.commands.estimate import Estimate
+from posy.commands.guide import relative
 from posy.commands.launch import INTERRUPTED, run_in_process
 from posy.commands.warm import WarmProcess
 from posy.data.errors import DataError
@@ -55,7 +57,7 @@ from posy.strategies.registry import (
     without_effect,
 )
 from posy.strategies.run_settings import RunSettings
-from posy.words import capitalised
+from posy.words import capitalised, counted
 from posy.yaml12 import dump, read_yaml
 
 PARTS: dict[str, type] = {
@@ -126,6 +128,11 @@ class Cell:
         return str(self.config.get("method", RunSettings.method))
 
     @property
+    def rounds(self) -> int:
+        """Number of rounds of the run."""
+        return int(self.config.get("num-server-rounds", RunSettings.num_server_rounds))
+
+    @property
     def path(self) -> Path:
         """Directory of the run."""
         return Path(str(self.config["output-dir"])) / str(self.config["run-name"])
@@ -194,6 +201,13 @@ class Plan:
     overrides: Mapping[str, Scalar] = field(default_factory=dict)
     """Settings on the command line, which override the file."""
 
+    @property
+    def size(self) -> str:
+        """The number of runs, and of the rows, variants and seeds that they combine."""
+        parts = {name: len({getattr(cell, name) for cell in self.cells}) for name in ("row", "variant", "seed", "fold")}
+        combined = ", ".join(counted(number, name) for name, number in parts.items() if number > 1)
+        return counted(len(self.cells), "run") + (f" ({combined})" if combined else "")
+
 
 class Running(Protocol):
     """A running cell, in a process on this machine or another machine."""
@@ -232,6 +246,8 @@ def run_table(plan: Plan, *, jobs: int, only_print: bool = False, begin: Start |
         If another process runs the table, or the directory of a run contains other files.
     """
     archive.restore(plan.output, plan.cells)
+    if not only_print:
+        print(f"{plan.title}: {plan.size}, {jobs} at a time; results in {relative(plan.output)}", flush=True)
     failures = {} if only_print else fill(plan, jobs=jobs, begin=begin)
     results = {cell: summary for cell in plan.cells if (summary := cell.summary()) is not None}
     for cell in plan.cells:
@@ -506,42 +522,53 @@ def run_cells(plan: Plan, jobs: int, begin: "Start | None" = None) -> dict[str, 
     unfinished = (cell for cell in plan.cells if cell.summary(*ENDED) is None)
     waiting = deque(sorted(unfinished, key=lambda cell: seed_order[cell.seed]))
     total, done = len(plan.cells), len(plan.cells) - len(waiting)
-    done_before, started_at = done, time.monotonic()
     if done:
         print(f"{done} of {total} runs are already finished", flush=True)
     running: dict[Cell, Running] = {}
     failures: dict[str, str] = {}
+    estimate = Estimate(jobs)
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
                 cell = waiting.popleft()
                 running[cell] = begin(cell) if begin else start(cell, jobs)
+                estimate.begin(cell.path, cell.rounds)  # the directory no longer contains the files of another run
             for cell, process in list(running.items()):
                 if (status := process.poll()) is None:
                     continue
                 del running[cell]
+                estimate.end(cell.path)
                 done += 1
                 _keep(plan, cell)
-                if (summary := cell.summary()) is None:
-                    reason = f"{failure_of(status, cell.log)} ({cell.log.relative_to(plan.output)})"
-                    failures[cell.name] = DIVERGED if cell.summary("diverged") else reason
-                    outcome = f"failed, {failures[cell.name]}"
-                else:
-                    means = (
-                        f"{point} {metric_in(summary).format(last['mean'])}"
-                        for point in ("served", "local")
-                        if (last := last_round(summary, point))
-                    )
-                    outcome = ", ".join([*means, duration(summary["seconds"])])
-                seconds_left = (time.monotonic() - started_at) / (done - done_before) * (total - done)
-                remaining = f"; about {duration(seconds_left)} left" if done < total else ""
-                print(f"[{done}/{total}] {cell.name}: {outcome}{remaining}", flush=True)
+                outcome = _outcome(plan, cell, status, failures)
+                print(f"[{done}/{total}] {cell.name}: {outcome}{time_left(estimate.left(len(waiting)))}", flush=True)
+            if (seconds := estimate.first(len(waiting))) is not None:
+                print(f"the first rounds have ended{time_left(seconds)}", flush=True)
             time.sleep(0.05)
     finally:
         stop(running.values())
         for cell in running:  # a run may have ended since the last poll
             _keep(plan, cell)
     return failures
+
+
+def time_left(seconds: float | None) -> str:
+    """Return the end of a line about a table's progress: the time left, unless it is unknown or 0."""
+    return f"; about {duration(seconds)} left" if seconds else ""
+
+
+def _outcome(plan: Plan, cell: Cell, status: int, failures: dict[str, str]) -> str:
+    """Describe the outcome of a run that has ended, and add the reason of a failure to ``failures``."""
+    if (summary := cell.summary()) is None:
+        reason = f"{failure_of(status, cell.log)} ({cell.log.relative_to(plan.output)})"
+        failures[cell.name] = DIVERGED if cell.summary("diverged") else reason
+        return f"failed, {failures[cell.name]}"
+    means = (
+        f"{point} {metric_in(summary).format(last['mean'])}"
+        for point in ("served", "local")
+        if (last := last_round(summary, point))
+    )
+    return ", ".join([*means, duration(summary["seconds"])])
 
 
 def _keep(plan: Plan, cell: Cell) -> None:

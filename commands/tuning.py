@@ -15,7 +15,8 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from posy.commands.table import Cell, Plan, Running, failure_of, locked_output, plan_as_yaml, start, stop
+from posy.commands.estimate import Estimate
+from posy.commands.table import Cell, Plan, Running, failure_of, locked_output, plan_as_yaml, start, stop, time_left
 from posy.data.settings import DataSettings
 from posy.metrics import DEFAULTS, METRICS, Metric, column_of
 from posy.server_app.progress import duration
@@ -23,6 +24,7 @@ from posy.settings import Scalar, SettingsError
 from posy.strategies.methods import settings_class
 from posy.strategies.registry import declared, unmet_conditions
 from posy.strategies.run_settings import AUTO
+from posy.words import counted
 
 FRACTION = 0.2
 """Fraction of the training samples that is held out for validation by default."""
@@ -91,6 +93,7 @@ def tune(plan: Plan, *, trials: int, jobs: int) -> dict[str, Any]:
     first = plan.cells[0].seed, plan.cells[0].fold
     cells = [cell for cell in plan.cells if (cell.seed, cell.fold) == first]
     cells = [replace(cell, config={**cell.config, **common}) for cell in cells]
+    print(f"{plan.title}: {counted(len(cells), 'row')}, {counted(trials, 'trial')} each, {jobs} at a time", flush=True)
     with locked_output(folder := plan.output / "tuning"):
         storage = JournalStorage(JournalFileBackend(str(folder / "studies.journal")))
         searches = [opened(cell, folder, storage) for cell in cells]
@@ -193,18 +196,24 @@ class Attempt:
 
 def run_trials(searches: list[Search], trials: int, jobs: int) -> None:
     """Run the missing trials of all searches, ``jobs`` at a time, alternating between the rows."""
-    total, running = trials * len(searches), list[Attempt]()
+    total, running, estimate = trials * len(searches), list[Attempt](), Estimate(jobs)
     try:
         while True:
             while len(running) < jobs and (search := next_of(searches, running, trials)):
-                running.append(begun(search, jobs))
+                running.append(attempt := begun(search, jobs))
+                estimate.begin(attempt.cell.path, attempt.cell.rounds)
             if not running:
                 return
+            done = sum(min(search.done(), trials) for search in searches)
             for attempt in list(running):
                 if ended(attempt):
                     running.remove(attempt)
+                    estimate.end(attempt.cell.path)
                     done = sum(min(search.done(), trials) for search in searches)
-                    print(f"[{done}/{total}] {describe_trial(attempt)}", flush=True)
+                    remaining = time_left(estimate.left(total - done - len(running)))
+                    print(f"[{done}/{total}] {describe_trial(attempt)}{remaining}", flush=True)
+            if (seconds := estimate.first(total - done - len(running))) is not None:
+                print(f"the first rounds have ended{time_left(seconds)}", flush=True)
             time.sleep(0.1)
     finally:
         stop([attempt.process for attempt in running])

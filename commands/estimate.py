@@ -1,0 +1,91 @@
+"""Estimate how long the runs of a table take, from their finished rounds and from runs that have ended."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from posy.report.recorded import parsed_rounds
+
+LOOK_SECONDS = 1.0
+"""Minimum number of seconds between reads of the runs' files before the first estimate."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run in progress."""
+
+    began: float
+    rounds_file: Path
+    rounds: int
+    """Number of rounds of the whole run."""
+    done_before: int
+    """Number of rounds that had finished before this process began."""
+
+
+class Estimate:
+    """The time that the missing runs of a table take.
+
+    Parameters
+    ----------
+    jobs : int
+        Number of parallel runs.
+    clock : callable
+        Returns the time in seconds.
+    """
+
+    def __init__(self, jobs: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._jobs, self._clock = jobs, clock
+        self._running: dict[Path, _Run] = {}
+        self._durations: list[float] = []
+        self._looked = 0.0
+        self._given = False
+
+    def begin(self, path: Path, rounds: int) -> None:
+        """Note that the run in a directory begins."""
+        file = path / "rounds.jsonl"
+        self._running[path] = _Run(self._clock(), file, rounds, len(_seconds_of_rounds(file)))
+
+    def end(self, path: Path) -> None:
+        """Note that the run in a directory has ended."""
+        self._durations.append(self._clock() - self._running.pop(path).began)
+
+    def first(self, waiting: int) -> float | None:
+        """Return the result of :meth:`left` once, when every running run has finished a round, and None otherwise."""
+        if self._given or self._durations or self._clock() - self._looked < LOOK_SECONDS:
+            return None
+        self._looked = self._clock()
+        if not self._running or not all(map(self._expected, self._running.values())):
+            return None
+        self._given = True
+        return self.left(waiting)
+
+    def left(self, waiting: int) -> float | None:
+        """Return the number of seconds until all runs have ended, or None if it is unknown.
+
+        ``waiting`` is the number of runs that have not begun.
+        """
+        expected = {path: self._expected(run) for path, run in self._running.items()}
+        known = [*self._durations, *filter(None, expected.values())]
+        if not known:
+            return None
+        mean = sum(known) / len(known)
+        rest = [
+            max(0.0, (expected[path] or mean) - (self._clock() - run.began)) for path, run in self._running.items()
+        ] + [mean] * waiting
+        return max(max(rest, default=0.0), sum(rest) / min(self._jobs, max(1, len(rest))))
+
+    def _expected(self, run: _Run) -> float:
+        """Return the expected duration of a run in seconds, or 0 before its first round in this process has ended."""
+        seconds = _seconds_of_rounds(run.rounds_file)[run.done_before :]
+        if not seconds:
+            return 0.0
+        waiting = self._clock() - run.began - sum(seconds)  # mainly for imports and data
+        return waiting + statistics.mean(seconds) * (run.rounds - run.done_before)
+
+
+def _seconds_of_rounds(file: Path) -> list[float]:
+    """Return the duration of each finished round in a run's ``rounds.jsonl``, which may be missing."""
+    rows = parsed_rounds(file.read_text(encoding="utf-8")) if file.is_file() else []
+    return [sum(row["seconds"].values()) for row in rows]
