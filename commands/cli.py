@@ -18,6 +18,7 @@ from posy.commands import guide
 from posy.commands.deploy import commands as deployment
 from posy.commands.deploy import policy
 from posy.commands.deploy.commands import Insecure, RootCertificates, Verbose
+from posy.commands.deploy.next_steps import after_check_site
 from posy.commands.deploy.options import connection
 from posy.commands.help import EXPERIMENTS, MODELS, RESULTS, SITE, Group, commands_in
 from posy.commands.launch import APP, INTERRUPTED, run_in_process, toml
@@ -690,6 +691,7 @@ def check_site(
     config = parse_words([word for word in words if word.partition("=")[0] not in NODE_WORDS], COMMAND_LINE)
     settings = read_settings({**config, "dataset": SITES}, COMMAND_LINE)
     checks.show(checks.check_site(node_config, settings.data, settings.train))
+    guide.show_next(after_check_site([f"{key}={value}" for key, value in node_config.items()]))
     return 0
 
 

@@ -67,14 +67,14 @@ class Estimate:
         ``waiting`` is the number of runs that have not begun.
         """
         expected = {path: self._expected(run) for path, run in self._running.items()}
-        known = [*self._durations, *filter(None, expected.values())]
-        if not known:
+        durations = [*self._durations, *filter(None, expected.values())]
+        if not durations:
             return None
-        mean = sum(known) / len(known)
-        rest = [
+        mean = sum(durations) / len(durations)
+        remaining = [
             max(0.0, (expected[path] or mean) - (self._clock() - run.began)) for path, run in self._running.items()
         ] + [mean] * waiting
-        return max(max(rest, default=0.0), sum(rest) / min(self._jobs, max(1, len(rest))))
+        return max(max(remaining, default=0.0), sum(remaining) / min(self._jobs, max(1, len(remaining))))
 
     def _expected(self, run: _Run) -> float:
         """Return the expected duration of a run in seconds, or 0 before its first round in this process has ended."""

@@ -5,7 +5,7 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from posy.extensions import key_prefix
 from posy.listing import shortened
@@ -131,10 +131,10 @@ def kind_of(model: Path) -> str:
     return str(json.loads(read_metadata(model)["preprocessing"])["kind"])
 
 
-def show_next(commands: Sequence[str]) -> None:
-    """Print the commands that a user may run next."""
+def show_next(commands: Sequence[str], stream: TextIO | None = None) -> None:
+    """Print the commands that a user may run next, by default to the standard output."""
     if commands:
-        print("\n".join(["next:", *(f"  {command}" for command in commands)]), flush=True)
+        print("\n".join(["next:", *(f"  {command}" for command in commands)]), file=stream, flush=True)
 
 
 def word_for(run: Path) -> str:

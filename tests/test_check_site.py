@@ -119,7 +119,9 @@ def test_report_lists_samples_classes_and_unreadable_files(tmp_path: Path, capsy
         assert part in output
     assert output.count("not an image that can be read") == 20
     assert "and 5 more" in output
-    assert output.endswith("This site can take part.\n")
+    words = f"policy={LENIENT} data={tmp_path} name=here skip-unreadable=true"
+    start = f"posy supernode --superlink SERVER:9092 --key NODE.key {words}"
+    assert output.endswith(f"This site can take part.\nnext:\n  {start}\n")
     names = [f"[red]class-{i}[/]" for i in range(3)]  # no markup
     path = table(tmp_path / "s.csv", np.arange(24.0).reshape(8, 3), [*names, *names, *names[:2]])
     console = Console(width=100)

@@ -8,8 +8,8 @@ from posy.commands.estimate import Estimate
 
 def test_rounds_and_ended_runs_determine_the_time_left(tmp_path: Path) -> None:
     """Four runs of ten rounds, two at a time. A run loads for 3 s, and its rounds take 2 s, so it takes 23 s."""
-    now, round_record = [100.0], json.dumps({"seconds": {"train": 1.5, "evaluate": 0.5}}) + "\n"
-    estimate = Estimate(2, lambda: now[0])
+    seconds, round_record = [100.0], json.dumps({"seconds": {"train": 1.5, "evaluate": 0.5}}) + "\n"
+    estimate = Estimate(2, lambda: seconds[0])
     runs = [tmp_path / name for name in "abcd"]
     for run in runs:
         run.mkdir()
@@ -17,20 +17,20 @@ def test_rounds_and_ended_runs_determine_the_time_left(tmp_path: Path) -> None:
     for run in runs[:2]:
         estimate.begin(run, 10)
     assert estimate.left(2) is None and estimate.first(2) is None
-    now[0] = 105.0
+    seconds[0] = 105.0
     (runs[0] / "rounds.jsonl").write_text(round_record)
     assert estimate.first(2) is None, "run b has not finished a round"
-    now[0] = 107.0
+    seconds[0] = 107.0
     (runs[0] / "rounds.jsonl").write_text(2 * round_record)
     (runs[1] / "rounds.jsonl").write_text(7 * round_record)
     assert estimate.first(2) == (16 + 6 + 18 + 18) / 2
     assert estimate.first(2) is None, "the estimate is given once"
-    now[0] = 113.0
+    seconds[0] = 113.0
     (runs[0] / "rounds.jsonl").write_text(5 * round_record)
     estimate.end(runs[1])
     estimate.begin(runs[2], 10)
     assert estimate.left(1) == (10 + 18 + 18) / 2
-    now[0] = 123.0
+    seconds[0] = 123.0
     estimate.end(runs[0])
     assert estimate.left(0) == (13 + 23) / 2 - 10
     estimate.end(runs[2])

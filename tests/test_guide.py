@@ -8,6 +8,8 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from posy.commands import cli, guide
+from posy.commands.deploy import next_steps
+from posy.commands.launch import Connection
 from posy.strategies.registry import read_settings
 
 QUICK = ["max-samples=80", "num-clients=2", "local-epochs=1", "num-server-rounds=1", "model=linear", "device=cpu"]
@@ -101,3 +103,53 @@ def test_the_commands_fit_the_run(
     for command, start in zip(commands, expected, strict=True):
         typed = shlex.split(start.replace("RUN", name))
         assert command[: len(typed) + 1] == ["posy", *typed]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "hosts", "on_server", "expected"),
+    [
+        ([], [], True, ["superlink --certificates keys", "certificates keys NODE    # at a site"]),
+        (
+            ["a", "b"],
+            ["fl.example.org"],
+            True,
+            [
+                "superlink --certificates keys",
+                "register keys/a.pub keys/b.pub --root-certificates keys/ca.pem",
+                "supernode --superlink fl.example.org:9092 --key keys/a.key --root-certificates keys/ca.pem data=PATH",
+            ],
+        ),
+        (
+            ["a"],
+            [],
+            False,
+            [
+                "register a.pub    # on the server",
+                "supernode --superlink SERVER:9092 --key keys/a.key --root-certificates keys/ca.pem data=PATH",
+            ],
+        ),
+    ],
+)
+def test_certificates_end_with_the_commands_that_use_them(
+    nodes: list[str], hosts: list[str], on_server: bool, expected: list[str]
+) -> None:
+    commands = next_steps.after_certificates(Path("keys"), nodes, hosts, on_server=on_server)
+    assert len(commands) == len(expected)
+    assert all(command.startswith(f"posy {start}") for command, start in zip(commands, expected, strict=True))
+
+
+def test_a_superlink_names_the_commands_that_use_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    insecure, secure = Connection("127.0.0.1:8000"), Connection("127.0.0.1:8000", tmp_path / "certificates/ca.pem")
+    assert next_steps.after_superlink(insecure, "127.0.0.1:9") == [
+        "posy supernode --insecure --superlink 127.0.0.1:9 partition-id=0 num-partitions=2    # and partition-id=1",
+        "posy run --superlink 127.0.0.1:8000 --insecure num-clients=2",
+    ]
+    assert next_steps.after_superlink(secure, "0.0.0.0:9092") == [
+        "posy register NODE.pub",
+        "posy supernode --superlink SERVER:9092 --key NODE.key data=PATH    # at a site",
+        "posy run --superlink 127.0.0.1:8000 dataset=sites num-clients=2",
+    ]
+    elsewhere = Connection("127.0.0.1:9", tmp_path / "ca.pem")
+    register, *_ = next_steps.after_superlink(elsewhere, "0.0.0.0:9092")
+    assert shlex.split(register)[2:] == ["NODE.pub", *elsewhere.words()]

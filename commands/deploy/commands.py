@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from posy.commands.deploy.next_steps import after_certificates
 from posy.commands.deploy.options import (
     CERTIFICATES,
     CONTROL,
@@ -21,6 +22,7 @@ from posy.commands.deploy.options import (
     node_configs,
     print_command,
 )
+from posy.commands.guide import show_next
 from posy.commands.help import SERVER, SITE, commands_in
 from posy.commands.launch import Connection, resume_command
 from posy.server_app.progress import size
@@ -101,6 +103,7 @@ def certificates(
             "--renew-authority cannot be combined with NODE, --host, --client or --renew; renew server.pem in a "
             "separate command once every node has the new ca.pem"
         )
+    following: list[str] = []
     if renew or renew_authority:
         written = pki.renew(folder, host or [], nodes or [], days, authority=renew_authority, clients=client or [])
     else:
@@ -110,8 +113,12 @@ def certificates(
         if not on_server and not files.ca.exists():
             hint = "at a site, copy it from the server; on the server, add --host NAME (localhost for a single machine)"
             print(f"posy: {files.ca} is missing; {hint}", file=sys.stderr)
+        following = after_certificates(folder, nodes or [], host or [], on_server=on_server)
     for path in written:
         print(path)
+    if not written:
+        print(f"{folder} already contains all files; --renew replaces them")
+    show_next(following)
     return 0
 
 
@@ -223,6 +230,7 @@ def supernode(
         )
     )  # fmt: skip
     print_command(command, environment)
+    show_next(["posy status    # on the server: lists this node once it is connected"], sys.stderr)
     os.execve(command[0], command, environment)
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from posy.commands.deploy import options as shared
 from posy.commands.deploy.backup import DATABASE, locked_state
 from posy.commands.deploy.certificates import Files, check_authority, check_node_key, check_server
+from posy.commands.deploy.next_steps import after_superlink
+from posy.commands.guide import show_next
 from posy.commands.launch import Connection, script
 from posy.deploy.addresses import is_loopback
 from posy.deploy.foreign import REFUSE
@@ -94,6 +96,7 @@ def start_superlink(options: SuperLinkOptions) -> None:
         for command in ([*stock, *superlink_words], [script("flower-superexec"), *superexec_words]):
             shared.print_command(command, environment)
         shared.print_command([script("flwr"), "list"], environment)
+        show_next(after_superlink(endpoint, fleet if warm else options.control), sys.stderr)
         if not warm:
             _warn_of_http(options)
         keep(commands, environment, lock, certificate)
