@@ -31,6 +31,15 @@ _RANGES = re.compile(rf"; {_RANGE}(?=\]$)| *\[{_RANGE}\]$")
 class Command(typer.core.TyperCommand):
     """A command whose help shows its arguments as declared, and no ranges of numbers."""
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        assert self.callback is not None
+        annotations = inspect.get_annotations(inspect.unwrap(self.callback))
+        for item in self.params:
+            if item.param_type_name == "argument":  # Typer 0.20 loses its help with click 8.4 or newer
+                declared: list[str] = [info.help for info in annotations[item.name or ""].__metadata__]
+                item.help = declared[0]
+
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the words of the usage line after the command."""
         arguments = (item.metavar or "" for item in self.params if item.param_type_name == "argument")
@@ -41,20 +50,13 @@ class Command(typer.core.TyperCommand):
         arguments, options = [], []
         for item in self.get_params(ctx):
             if item.param_type_name == "argument":
-                arguments.append((item.metavar or "", self._help_of_argument(item.name or "")))
+                arguments.append((item.metavar or "", item.help))
             elif (record := item.get_help_record(ctx)) is not None:
                 options.append((record[0], _RANGES.sub("", record[1])))
         for title, rows in (("Arguments", arguments), ("Options", options)):
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(rows)
-
-    def _help_of_argument(self, name: str) -> str:
-        """Return the help of an argument as declared. Typer 0.20 loses it with click 8.4 or newer."""
-        assert self.callback is not None
-        annotation = inspect.get_annotations(inspect.unwrap(self.callback))[name]
-        declared: list[str | None] = [getattr(item, "help", None) for item in annotation.__metadata__]
-        return declared[0] or ""
 
 
 class Group(typer.core.TyperGroup):
