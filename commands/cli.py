@@ -207,19 +207,21 @@ def table(
     Each combination of row, variant and seed is a run in a separate process. Posy skips finished runs, so you can
     interrupt the command and repeat it.
     """
-    from posy.commands.table import read_plan, run_table  # noqa: PLC0415 - imports pandas and the methods
+    from posy.commands.table import next_commands, read_plan, run_table  # noqa: PLC0415 - imports pandas and the methods
 
     plan = read_plan(file, parse_words(settings or [], COMMAND_LINE), output)
     if ray is None or only_print:
         status = run_table(plan, jobs=jobs, only_print=only_print)
-        return status if only_print else guide.show_next_of_table(plan, file, status)
+        guide.show_next([] if status or only_print else next_commands(plan, file))
+        return status
     if importlib.util.find_spec("ray") is None:
         raise SettingsError("--ray needs Ray, which is not installed; install it: pip install 'flwr[simulation]'")
     from posy.commands.on_ray import cluster  # noqa: PLC0415 - imports Ray
 
     with cluster(ray, ray_gpus) as begin:
         status = run_table(plan, jobs=len(plan.cells), begin=begin)
-    return guide.show_next_of_table(plan, file, status)
+    guide.show_next([] if status else next_commands(plan, file))
+    return status
 
 
 @experiments(

@@ -5,7 +5,7 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from posy.extensions import key_prefix
 from posy.listing import shortened
@@ -17,9 +17,6 @@ from posy.strategies.run_settings import RunSettings
 from posy.strategies.settings import Settings, cohort_size
 from posy.words import counted
 from posy.yaml12 import read_yaml
-
-if TYPE_CHECKING:
-    from posy.commands.table import Plan
 
 INPUTS = {"image": "photo.png", "text": "some text", "series": "samples.npy"}
 """An example of an input for `posy predict`, by kind of samples."""
@@ -112,18 +109,6 @@ def next_on_superlink(run: Path, config: Mapping[str, Scalar], connection: Seque
         return next_commands(run, read_settings({} if stored else config, COMMAND_LINE, stored), connection)
     except (SettingsError, LookupError):  # the stored settings are on another machine
         return []
-
-
-def show_next_of_table(plan: "Plan", file: Path, status: int) -> int:
-    """Print the commands that use a complete table, and return the exit status of `posy table`.
-
-    The first one reports the runs of the first variant, whose directories a pattern of the shell selects.
-    """
-    if status == 0 and plan.cells:
-        runs = shlex.quote(relative(plan.output / plan.cells[0].variant)) + "/*/seed-*/"
-        tuned = file.stem.endswith(TUNED) or not importlib.util.find_spec("optuna")
-        show_next([f"posy report {runs}", *([] if tuned else [shlex.join(["posy", "tune", str(file)])])])
-    return status
 
 
 def kind_of(model: Path) -> str:

@@ -1,5 +1,6 @@
 """Run a grid of methods x variants x seeds, with one process per run, and summarise the results in a table."""
 
+import importlib.util
 import itertools
 import os
 import shlex
@@ -21,7 +22,7 @@ from filelock import FileLock, Timeout
 from posy.commands import archive
 from posy.commands.archive import ENDED, clear
 from posy.commands.estimate import Estimate
-from posy.commands.guide import relative
+from posy.commands.guide import TUNED, relative
 from posy.commands.launch import INTERRUPTED, run_in_process
 from posy.commands.warm import WarmProcess
 from posy.data.errors import DataError
@@ -273,6 +274,18 @@ def run_table(plan: Plan, *, jobs: int, only_print: bool = False, begin: Start |
             ranked.draw(plan.output / "ranks.png", plan.title)
         print(f"written to {plan.output}: table.md, table.csv and clients.csv" + (", ranks.png" if ranked else ""))
     return 1 if failures else 0
+
+
+def next_commands(plan: Plan, file: Path) -> list[str]:
+    """Return the commands that use a complete table, which a file describes.
+
+    The first command reports the runs of the first variant. A pattern of the shell selects their directories.
+    """
+    if not plan.cells:
+        return []
+    runs = shlex.quote(relative(plan.output / plan.cells[0].variant)) + "/*/seed-*/"
+    tuned = file.stem.endswith(TUNED) or not importlib.util.find_spec("optuna")
+    return [f"posy report {runs}", *([] if tuned else [shlex.join(["posy", "tune", str(file)])])]
 
 
 def fill(plan: Plan, *, jobs: int, begin: Start | None = None) -> dict[str, str]:
