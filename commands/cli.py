@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import os
+import re
 import shlex
 import sys
 import tomllib
@@ -51,6 +52,8 @@ TableFile = Annotated[Path, typer.Argument(metavar="FILE", help="Table in YAML, 
 UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
 """click's ``UsageError``, or the ``UsageError`` of the copy of click that newer versions of Typer bundle."""
 CORES = os.cpu_count() or 1
+OUT_OF_RANGE = re.compile(r"(-?[\d.]+) is not in the range (?:([\d.]+)<=)?x(?:>=([\d.]+))?(?:<=([\d.]+))?")
+"""Pattern of click's error about a number that is too small or too large."""
 USAGE_ERROR = 2
 """Exit status for an invalid command or setting."""
 
@@ -718,7 +721,7 @@ def _wrong_use(error: Any, words: Sequence[str], group: typer.core.TyperGroup) -
     """Return a one-line error message for a usage error, such as a setting written as ``--method fedavg``."""
     name = next((word for word in words if word in group.commands), "")
     command, typed = (group.commands[name], f"posy {name}") if name else (group, "posy")
-    message = error.format_message().rstrip(".")
+    message = OUT_OF_RANGE.sub(_violated_limit, error.format_message().rstrip("."))
     if hasattr(error, "possibilities") and error.option_name.startswith("--"):  # an unknown option
         option = error.option_name
         takes_settings = any(parameter.name == "settings" for parameter in command.params)
@@ -732,6 +735,13 @@ def _wrong_use(error: Any, words: Sequence[str], group: typer.core.TyperGroup) -
             return f"{word} {set_in(COMMAND_LINE)}: {key} is a setting, not an option; type {key}={value}"
         message = f"{option} is not an option"
     return f"{message[0].lower()}{message[1:]}; see `{typed} --help`"
+
+
+def _violated_limit(match: re.Match[str]) -> str:
+    """Return an error about a number outside a range of click, with only the limit that the number violates."""
+    value, low, minimum, high = match.groups()
+    limit = f"at most {high}" if high and float(value) > float(high) else f"at least {low or minimum}"
+    return f"{value}, but it must be {limit}"
 
 
 def _about(method: str) -> str:

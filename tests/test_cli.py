@@ -99,7 +99,7 @@ def test_values_take_the_type_of_their_setting(text: str, value: object) -> None
             ["'xyzzy'", "run, table, tune, paper, predict, models, export, route, serve, report, watch, settings"],
         ),
         (["table"], ["missing", "FILE", "`posy table --help`"]),
-        (["table", "x.yaml", "-j", "0"], ["--jobs", "0 is not", ">=1"]),
+        (["table", "x.yaml", "-j", "0"], ["--jobs", "0, but it must be at least 1; see"]),
         (["run", "dataset=no-such-data"], ["no-such-data", "digits"]),
         (["run", "dataset=sites"], ["dataset = 'sites'", "SuperNode at each site"]),
         (["run", "resume=gone"], ["resume = 'gone'", "does not contain a run", "runs/gone"]),
@@ -171,7 +171,7 @@ CONNECTION = ["--superlink", "127.0.0.1:1", "--root-certificates", "ca.pem"]
         ),
         (["superlink", "--certificates", "mixed"], ["server.pem", "server.key", "cannot be used", "mismatch"]),
         (["superlink", "--certificates", "."], ["--control 127.0.0.1:", "cannot listen on this address", "in use"]),
-        (["supernode", "--insecure", "--wait", "0"], ["--wait", "0.0 is not", ">=0.1"]),
+        (["supernode", "--insecure", "--wait", "0"], ["--wait", "0.0, but it must be at least 0.1;"]),
         (["superlink", "--insecure", "--state", "ca.pem"], ["--state ca.pem", "directory"]),
         (["certificates", ".", "--days", "99999999"], ["--days", "99999999", "36500"]),
         (
