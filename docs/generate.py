@@ -446,14 +446,6 @@ def _read(path: Path) -> pd.DataFrame:
     return pd.read_csv(path, dtype={"variant": str}).fillna({"variant": ""})
 
 
-def headline() -> str:
-    """Return the table of Local, FedAvg, the five main methods and the three best other methods."""
-    five, results = list(METHODS)[:FIVE], comparisons(COMPARED)
-    ranks = mean_ranks(results)
-    best = [method for method in ranks.sort_values().index if method not in (*five, "local", "fedavg")][:3]
-    return leader_table(["local", "fedavg", *five, *best], results)
-
-
 def leaderboard() -> str:
     """Return the results of all methods with their default settings on all data sets, best mean rank first."""
     results = comparisons(COMPARED)
@@ -681,7 +673,6 @@ MAKERS = (
     methods,
     overview,
     papers_claims,
-    headline,
     networks,
     datasets,
     metrics,
