@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
-from logging import WARNING
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
@@ -320,7 +320,10 @@ class LocalRun:
                     self._score_sums[key] = sums.sums_of(key, predictions)
                 if key == point:
                     save_predictions(self.jobs, self.config, predictions, point)
-                values |= {f"{key}-{n}": v for n, v in values_of(predictions, self._metrics(split)).items()}
+                scores = values_of(predictions, self._metrics(split))
+                values |= {f"{key}-{name}": score for name, score in scores.items()}
+                if split == "test" and self.client.workspace.of_sites:
+                    log_scores(self.client.round, point, scores, values[f"{key}-{LOSS}"], len(labels))
         return values
 
     def _metrics(self, split: Split) -> list[str]:
@@ -379,6 +382,12 @@ def without_statistics(array: npt.NDArray[Any], layout: Layout) -> npt.NDArray[A
     if parameters.size == layout.size or array.shape[-1:] != (layout.size,):
         return array
     return parameters.put(np.zeros_like(array), parameters.take(array))
+
+
+def log_scores(server_round: int, point: str, scores: Mapping[str, float], loss: float, count: int) -> None:
+    """Log a site's unrounded test scores. The log stays at the site, whose policy may hide the scores."""
+    texts = [*(f"{name} {METRICS[name].format(score)}" for name, score in scores.items()), f"loss {loss:.4g}"]
+    log(INFO, "round %s, %s model: %s on %s test samples", server_round, point, ", ".join(texts), count)
 
 
 def save_model(

@@ -21,8 +21,11 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import NoReturn
+
+from flwr.common.logger import log
 
 STOP_SECONDS = 10.0
 """Seconds within which nodes must terminate before the parent kills them."""
@@ -133,7 +136,7 @@ class Family:
         node_end.close()
         self.selector.register(node.connection, selectors.EVENT_READ, node)
         if len(self.nodes) > 1:
-            self._say(f"node {node.name} is process {node.process}")
+            log(INFO, "node %s is process %s", node.name, node.process)
 
     def _obey(self, node: Node) -> None:
         """Fork or kill a node's worker, as the node requests."""
@@ -217,7 +220,7 @@ class Family:
                     self._show(node)
                     remaining = sum(bool(other.process) for other in self.nodes)
                     how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
-                    self._say(f"node {node.name} {how}; {remaining} of {len(self.nodes)} are still running")
+                    log(WARNING, "node %s %s; %s of %s are still running", node.name, how, remaining, len(self.nodes))
 
     def _signal(self, number: int) -> None:
         for node in self.nodes:
@@ -233,9 +236,6 @@ class Family:
                 name = node.name.encode()
                 sys.stderr.buffer.write(b"".join(name + b" | " + line + b"\n" for line in lines))
         sys.stderr.flush()
-
-    def _say(self, text: str) -> None:
-        print(f"posy: {text}", file=sys.stderr, flush=True)
 
 
 def leave(code: int) -> NoReturn:

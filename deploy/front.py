@@ -49,6 +49,8 @@ START_SECONDS = 300.0
 MAX_TOKENS = 1000
 """Maximum number of accepted ServerApps in the cache. If a ServerApp is not in the cache, Flower checks it again."""
 MESSAGE_CALLS = ("PushMessages", "PullMessages", "PushObject", "PullObject", "ConfirmMessageReceived")
+PROBE_REFUSED = "Invalid destination node ID for Message"
+"""Beginning of Flower's error when Posy checks a ServerApp (see :class:`AppCalls`)."""
 AGAIN = "The database is busy, locked or full; try again."
 
 
@@ -370,7 +372,11 @@ class AppCalls:
 
 
 class Quiet(logging.Filter):
-    """Drops the log records of successful calls about messages, because each message needs several calls."""
+    """Drops two kinds of log records that do not help the operator.
+
+    These are successful calls about messages, because each message needs several calls, and Flower's error about the
+    nonexistent node in Posy's check of a ServerApp.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -379,7 +385,9 @@ class Quiet(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether to log a request; the third field of uvicorn's record is the path, the fifth the status."""
         fields = record.args
-        return not (isinstance(fields, tuple) and len(fields) >= 5 and fields[2] in self._paths and fields[4] == 200)
+        if isinstance(fields, tuple) and len(fields) >= 5 and fields[2] in self._paths and fields[4] == 200:
+            return False
+        return not str(record.msg).startswith(PROBE_REFUSED)
 
 
 def start_sweeper(queue: MessageQueue) -> threading.Thread:

@@ -20,19 +20,20 @@ import sqlalchemy
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
-from flwr.common.logger import log
+from flwr.common.logger import LOGGER_NAME, log
 
 from posy.deploy.database import TURNS, TryAgainError, can_be_retried
 from posy.deploy.flower_internals import FLEET
 from posy.deploy.front import AGAIN, AppCalls, AskAgain, NodeCalls, Quiet, Runs, first_line, start_sweeper
 from posy.deploy.message_queue import MessageQueue
-from posy.flower import FLOWER
+from posy.flower import FLOWER, add_times_to_log
 
 RETRIED = (TryAgainError, sqlalchemy.exc.OperationalError, sqlalchemy.exc.TimeoutError, sqlite3.OperationalError)
 
 
 def main() -> None:
     """Run the SuperLink."""
+    add_times_to_log()
     if flwr.__version__.startswith(f"{FLOWER}."):
         apply_patches()
     else:
@@ -72,7 +73,8 @@ def apply_patches() -> None:
         for kind in RETRIED:
             app.add_exception_handler(kind, ask_again)
         start_sweeper(queue)
-        logging.getLogger("uvicorn.access").addFilter(Quiet())
+        for name in ("uvicorn.access", LOGGER_NAME):
+            logging.getLogger(name).addFilter(Quiet())
         run_http(AppCalls(app, queue, runs, TURNS), **named)
 
     vars(grpc)["server"], vars(uvicorn)["run"] = with_interceptors, with_calls

@@ -48,7 +48,7 @@ from posy.deploy.trusted import OPTION as TRUSTED_ENTITIES
 from posy.deploy.trusted import RULE, UntrustedAppError, check_signatures, read_entities
 from posy.deploy.worker import main as serve_worker
 from posy.deploy.worker import preload
-from posy.flower import CLOCK_SECONDS, FLOWER, ErrorCode
+from posy.flower import CLOCK_SECONDS, FLOWER, ErrorCode, add_times_to_log
 from posy.settings import SettingsError
 
 KEY, CONFIG = "--auth-supernode-private-key", "--node-config"
@@ -393,6 +393,7 @@ def require_version() -> None:
 def main() -> None:
     """Run warm nodes with the arguments of ``flower-supernode``, some of which are repeated for each node."""
     require_version()
+    add_times_to_log()
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(KEY, dest="keys", action="append", default=[])
     parser.add_argument(CONFIG, dest="configs", action="append", default=[])

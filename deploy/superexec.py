@@ -15,6 +15,8 @@ from typing import Any
 
 import httpx
 
+from posy.flower import add_times_to_log
+
 TOKEN, TOKEN_FILE = "--token", "--token-file"
 MOST_REFUSALS = 3
 """Maximum number of consecutive refused requests that Flower signs again."""
@@ -24,6 +26,7 @@ Sending = Callable[..., httpx.Response]
 
 def main() -> None:
     """Run the process."""
+    add_times_to_log()
     vars(subprocess)["Popen"] = HidingPopen
     httpx.Client.send = signed_again(httpx.Client.send)  # type: ignore[method-assign]
     [command] = entry_points(group="console_scripts", name="flower-superexec")

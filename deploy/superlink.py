@@ -13,8 +13,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from logging import WARNING
 from pathlib import Path
 
+from flwr.common.logger import log
+
+from posy.flower import add_times_to_log
 from posy.settings import LaunchError
 
 LOOK_SECONDS = 0.2
@@ -60,7 +64,7 @@ class _Kept:
         if self.starts >= MAX_STARTS or (self.starts == 1 and self.process.returncode > 0):  # e.g. the port is taken
             raise LaunchError(f"{self.name} exited with status {self.process.returncode}; see its messages above")
         status = self.process.returncode
-        print(f"posy: {self.name} died (exit status {status}); Posy restarts it", file=sys.stderr, flush=True)
+        log(WARNING, "%s died (exit status %s); Posy restarts it", self.name, status)
         time.sleep(LOOK_SECONDS * 2 ** (self.starts - 1))
         self.start()
 
@@ -114,6 +118,7 @@ def keep(
     The processes inherit the descriptor ``lock``. The first process reads the ``certificate`` when it starts, and Posy
     restarts it when the file changes. Raise :class:`LaunchError` if a process fails at once or dies repeatedly.
     """
+    add_times_to_log()
     processes: list[_Kept] = []
     reaper = _Reaper()
     try:
@@ -123,7 +128,7 @@ def keep(
         while True:
             if (current := _version(certificate)) != version:
                 version = current
-                print(f"posy: {certificate} has changed; Posy restarts the SuperLink", file=sys.stderr, flush=True)
+                log(WARNING, "%s has changed; Posy restarts the SuperLink", certificate)
                 processes[0].stop()
                 processes[0].start()
             for process in processes:

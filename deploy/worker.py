@@ -100,7 +100,8 @@ def serve(task: Task, apps: Apps, last: LastAnswer, sessions: Sessions) -> None:
             log(INFO, "this message is a copy, so the worker sends the stored reply")
         else:
             metadata = message.metadata
-            log(INFO, "working on a %s message of round %s", metadata.message_type, metadata.group_id)
+            server_round = f" of round {metadata.group_id}" if metadata.group_id else ""
+            log(INFO, "processing the %s message%s", metadata.message_type, server_round)
             sessions.restore(context)
             client_app = apps.load(bundle, code_rule(policy_of(context.node_config)))
             audit.note(context, signers=apps.signers)

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.app.message import make_message
+from flwr.common.logger import update_console_handler
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
@@ -125,6 +126,11 @@ def versions() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:  # an app bundle runs without being installed
             installed[name] = None
     return installed
+
+
+def add_times_to_log() -> None:
+    """Add the time to each line of Flower's log in this process, and use colours only in a terminal."""
+    update_console_handler(timestamps=True, colored=sys.stderr.isatty())
 
 
 def isolate_simulation() -> None:

@@ -221,4 +221,4 @@ def check_since(sites: Deployment, count: int) -> Checked:
 
 def count_trainings(sites: Deployment) -> int:
     """Return the number of train messages that the warm node has begun to work on."""
-    return sites.log("warm").count("working on a train message")
+    return sites.log("warm").count("processing the train message")

@@ -99,7 +99,7 @@ class Federation(Deployment):
     @staticmethod
     def trained(log: str) -> Counter[int]:
         """Return the number of trainings in each round of a log."""
-        return Counter(int(number) for number in re.findall(r"working on a train message of round (\d+)", log))
+        return Counter(int(number) for number in re.findall(r"processing the train message of round (\d+)", log))
 
 
 @pytest.fixture(scope="module")

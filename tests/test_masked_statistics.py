@@ -1,6 +1,7 @@
 """Labels and statistics of sites with secure aggregation: the server learns only sums over all sites."""
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,20 @@ def test_masked_run_has_the_statistics_of_a_plain_run(hospitals: list[dict[str, 
     assert len(words) == 4 and len({word.tobytes() for word in words}) == 4
     for word in words:  # uniform: without masks nearly all words are 0
         assert abs(word.astype(np.float64).mean() / 2**32 - 0.5) < 0.02 and (word == 0).mean() < 0.001
+
+
+def test_each_site_logs_its_scores_although_the_server_sees_only_sums(
+    hospitals: list[dict[str, Any]], config: dict[str, Any], warnings: pytest.LogCaptureFixture
+) -> None:
+    done = run(NodeGrid(*hospitals), config | SECURE)
+    pattern = r"round 1, served model: accuracy (\S+) %, loss (\S+) on (\d+) test samples"
+    messages = {id(record): record.getMessage() for record in warnings.records}.values()
+    logged = np.array([match.groups() for message in messages if (match := re.fullmatch(pattern, message))], float)
+    assert len(logged) == 4
+    accuracy, loss = np.average(logged[:, :2], axis=0, weights=logged[:, 2])
+    served = done.summary["served"]["last"]
+    assert served["mean"] == pytest.approx(accuracy / 100, abs=1e-4)
+    assert loss > 0 and served["samples"] == logged[:, 2].sum()
 
 
 def test_site_with_other_columns_adds_no_statistics(

@@ -1,6 +1,7 @@
 """The SuperLink's message queue in memory, and the calls that Posy serves in front of Flower's SuperLink."""
 
 import hashlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -484,9 +485,11 @@ def test_concurrent_server_app_starts_are_limited_to_the_cores(
 
 def test_successful_calls_about_messages_are_not_logged() -> None:
     def record(path: str, status: int) -> Any:
-        return SimpleNamespace(args=("127.0.0.1:1", "POST", path, "1.1", status))
+        return SimpleNamespace(msg='%s - "%s %s HTTP/%s" %d', args=("127.0.0.1:1", "POST", path, "1.1", status))
 
     quiet = Quiet()
     assert not quiet.filter(record("/v1/runtime/push-object", 200))
     assert quiet.filter(record("/v1/runtime/push-object", 500))
     assert quiet.filter(record("/v1/control/list-runs", 200))
+    refused = "Invalid destination node ID for Message: %s"  # Flower logs this error for Posy's check of a ServerApp
+    assert not quiet.filter(logging.LogRecord("flwr", logging.ERROR, "", 0, refused, (2,), None))

@@ -139,7 +139,7 @@ def test_a_renewed_certificate_is_loaded_during_a_run(active: Sites) -> None:
     assert after != before
     for address in (active.control, active.fleet):
         active.until(lambda address=address: active.presents(address, after), "superlink", WAIT_SECONDS)
-    assert "has changed: the SuperLink starts again" in active.log("superlink")
+    assert "has changed; Posy restarts the SuperLink" in active.log("superlink")
     active.until(lambda: active.complete_after("long", count + 1), "run-long", WAIT_SECONDS)
     assert read_certificates(next(files.folder.glob("server.pem.*"))) == [before]
     assert "error" not in active.doctor()

@@ -408,7 +408,7 @@ def test_a_run_survives_a_crash_of_its_superlink(long_run: Federation) -> None:
     os.kill(long_run.superlink(), signal.SIGKILL)
     long_run.wait(lambda: long_run.complete_since("long", count + 1), "run-long")
     assert [row["round"] for row in long_run.rounds("long")] == list(range(1, len(long_run.rounds("long")) + 1))
-    assert "flower-superlink died (-9)" in long_run.log("superlink")
+    assert "flower-superlink died (exit status -9)" in long_run.log("superlink")
 
 
 def test_status_log_and_stop(long_run: Federation, capsys: pytest.CaptureFixture[str]) -> None:

@@ -192,7 +192,7 @@ def test_nodes_refuse_an_unsigned_app(signing: tuple[Deployment, Ed25519PrivateK
     assert "its copy of the app is not valid: The FAB could not be verified" in deployment.log("run-unsigned")
     for name in ("warm", "stock"):
         assert "The FAB could not be verified" in deployment.log(name)
-    assert "working on a" not in deployment.log("warm")
+    assert "processing the" not in deployment.log("warm")
     begin, *refused = AuditLog(deployment.folder / "warm.jsonl").check().events
     assert begin["event"] == "run-begin"
     assert {(event["event"], event["decision"]) for event in refused} == {("refusal", "trusted-entities")}
@@ -218,7 +218,7 @@ def test_nodes_run_a_signed_app(signing: tuple[Deployment, Ed25519PrivateKey]) -
     database.close()
     assert deployment.ended("run-signed") == 0, deployment.log("run-signed")[-3000:]
     assert deployment.summary("signed")["status"] == "completed"
-    assert deployment.log("warm").count("working on a train message") == 1
+    assert deployment.log("warm").count("processing the train message") == 1
     checked = AuditLog(deployment.folder / "warm.jsonl").check()
     signed = [event for event in checked.events if event["code"] == hash_str and event.get("type") == "train"]
     assert [event["signers"] for event in signed] == [[KEY_ID]]
