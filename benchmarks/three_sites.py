@@ -8,6 +8,8 @@ import re
 import signal
 import sys
 import tempfile
+import textwrap
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -51,14 +53,11 @@ def make_sites(folder: Path) -> None:
     damaged.write_bytes(damaged.read_bytes()[:40])
 
 
-def transcript(folder: Path) -> list[tuple[str, str]]:
-    """Run the commands, and return each command with its output."""
+def transcript(folder: Path) -> tuple[str, str]:
+    """Run the sites, and return the command that submits the run with its output."""
     make_sites(folder)
-    outputs: list[tuple[str, str]] = []
     deployment = Deployment(folder, list(NAMES))
     try:
-        site_b = [f"data={folder / 'site-b'}", "skip-unreadable=true"]
-        outputs.append((f"posy check-site {' '.join(site_b)}", deployment.posy("check-site", *site_b).stdout))
         for name in NAMES:
             node(deployment, name)
         for name in NAMES:
@@ -71,13 +70,9 @@ def transcript(folder: Path) -> list[tuple[str, str]]:
         print("site-c is restarted", file=sys.stderr)
         node(deployment, "site-c")
         run.wait(600)
-        outputs.append((f"posy run {' '.join([*deployment.where, *SETTINGS])}", deployment.log("run")))
-        outputs.append(
-            (f"posy status {' '.join(deployment.where)}", deployment.posy("status", *deployment.where).stdout)
-        )
+        return f"posy run --superlink localhost:8000 {' '.join(SETTINGS)}", deployment.log("run")
     finally:
         deployment.stop()
-    return outputs
 
 
 def node(deployment: Deployment, name: str) -> None:
@@ -86,31 +81,43 @@ def node(deployment: Deployment, name: str) -> None:
     deployment.node(name, *words, *(["skip-unreadable=true"] if name == "site-b" else []))
 
 
-def page(outputs: list[tuple[str, str]], folder: Path) -> str:
+def shortened(lines: Sequence[str]) -> Iterator[str]:
+    """Yield the lines of a run's log. The lines of rounds between two other lines of rounds become one line ``...``."""
+    is_round = [False, *(line.startswith("round ") for line in lines), False]
+    skipped = False
+    for i, line in enumerate(lines):
+        skips = all(is_round[i : i + 3])
+        if skips and not skipped:
+            yield "..."
+        elif not skips:
+            yield line
+        skipped = skips
+
+
+def page(command: str, output: str, folder: Path) -> str:
     """Return the transcript as Markdown, with example paths instead of the paths of this machine."""
     hardware = machine()
-    parts = [
-        "# Three sites, one damaged image, one site killed and restarted\n",
-        "`python -m benchmarks.three_sites` writes this page. It starts a SuperLink and three SuperNodes, each in its "
-        f"own process, with TLS and node authentication ({hardware['cores']} cores of an {hardware['cpu']}, "
-        f"{hardware['date']}). site-b has a damaged image, which its node skips. The benchmark kills site-c with "
-        "`kill -9` after round 4, and starts it again after round 9.\n",
-        "The sites have the default [policy](federation.md#the-policy-of-a-site). The nodes therefore send accuracies "
-        "and losses rounded to two decimals, and the name of the damaged file stays at site-b. The server "
-        "[limits](../how-to/robust.md) large updates and large weights, and the table at the end of "
-        "the run names the affected sites.\n",
+    log = re.sub(r"\x1b\[[0-9;]*m", "", output).replace(str(folder), "/srv").rstrip()
+    paragraphs = [
+        "`python -m benchmarks.three_sites` writes this page. It starts a SuperLink and three nodes with TLS "
+        f"({hardware['cores']} cores of an {hardware['cpu']}, {hardware['date']}).",
+        "site-b has a damaged image, which its node skips. The benchmark kills site-c with `kill -9` after round 4, "
+        "and starts it again after round 9. The restarted node joins when it has loaded PyTorch. The sites have the "
+        "default [policy](policy.md), so accuracies and losses are rounded. The server "
+        "[limits](../how-to/robust.md) large updates and large weights, and lists the "
+        "affected sites at the end.",
     ]
-    for command, output in outputs:
-        text = re.sub(r"\x1b\[[0-9;]*m", "", output).replace(str(folder), "/srv").rstrip()
-        parts.append(f"```console\n$ {command.replace(str(folder), '/srv')}\n{text}\n```\n")
-    return "\n".join(parts)
+    lines = ["# Three sites, one killed and restarted", ""]
+    for paragraph in paragraphs:
+        lines += [*textwrap.wrap(paragraph, 118, break_on_hyphens=False), ""]
+    return "\n".join([*lines, "```console", f"$ {command}", *shortened(log.splitlines()), "```", ""])
 
 
 def main() -> None:
     """Run the three sites and write docs/deploy/three-sites.md."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="posy-sites-", ignore_cleanup_errors=True) as folder:
-        Path("docs/deploy/three-sites.md").write_text(page(transcript(Path(folder)), Path(folder)), encoding="utf-8")
+        Path("docs/deploy/three-sites.md").write_text(page(*transcript(Path(folder)), Path(folder)), encoding="utf-8")
 
 
 if __name__ == "__main__":

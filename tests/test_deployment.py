@@ -1,7 +1,9 @@
 """Certificates, keys and the node config of a federation, without processes."""
 
+import ast
 import re
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,13 @@ from posy.deploy import addresses, node
 from posy.deploy.addresses import free_port
 from posy.deploy.node import MAX_POLL_SECONDS, Waits, pause
 from posy.settings import SettingsError
+
+PAGES = Path(__file__).resolve().parents[1] / "docs/deploy"
+OTHER_MESSAGES = {
+    *("CERTIFICATE_VERIFY_FAILED", "Connection refused", "timed out", "Invalid timestamp", "2 of 3 clients"),
+    *("EXPERIMENTAL: SuperExec authentication", "Connection attempt failed, retrying"),
+}
+"""Messages on the page on faults that come from libraries, and an example of a round's line."""
 
 
 def test_free_ports_are_below_the_outgoing_ports() -> None:
@@ -183,13 +192,36 @@ def test_a_single_key_names_its_node(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         assert config == 'data="/srv/site-a" state-dir="/state/site-a"'
 
 
-def test_the_federation_page_lists_every_node_config_key() -> None:
-    page = (Path(__file__).parents[1] / "docs/deploy/federation.md").read_text(encoding="utf-8")
+def test_the_page_of_a_site_lists_every_node_config_key() -> None:
+    page = (PAGES / "site.md").read_text(encoding="utf-8")
     rows = [
         line.split("|")[1] for line in page.partition("| node config |")[2].splitlines()[2:] if line.startswith("| `")
     ]
     listed = {word.partition("=")[0] for row in rows for word in re.findall(r"`([^`]+)`", row)}
     assert set(NODE_WORDS) <= listed
+
+
+def texts_of(code: str) -> Iterator[str]:
+    """Yield the text constants in Python code; in f-strings, ``\\0`` replaces the values."""
+    for each in ast.walk(ast.parse(code)):
+        if isinstance(each, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in each.values)
+        elif isinstance(each, ast.Constant) and isinstance(each.value, str):
+            yield each.value
+
+
+def test_posy_prints_the_messages_on_the_page_on_faults() -> None:
+    """In a message on the page, an ellipsis replaces values."""
+    root = PAGES.parents[1]
+    folders = ("client_app", "commands", "data", "deploy", "posy", "server_app", "strategies")
+    files = [file for folder in folders for file in (root / folder).rglob("*.py")]
+    code = "\0".join(text for file in files for text in texts_of(file.read_text(encoding="utf-8")))
+    tables, _, _ = (PAGES / "faults.md").read_text(encoding="utf-8").partition("## The design")
+    cells = [line.split(" | ")[0] for line in tables.splitlines() if line.startswith("| ")]
+    messages = {message for cell in cells for message in re.findall(r"`([^`]+)`", cell)} - OTHER_MESSAGES
+    assert len(messages) > 25
+    parts = {part.strip() for message in messages for part in message.split("…")}
+    assert not {part for part in parts if part not in code}
 
 
 def test_nodes_of_one_command_divide_the_partitions() -> None:

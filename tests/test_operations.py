@@ -1,4 +1,4 @@
-"""Run the commands in the section "Operations" of docs/deploy/federation.md, with a SuperLink and two nodes."""
+"""Run the commands of docs/deploy/operations.md, with a SuperLink and two nodes."""
 
 import csv
 import re
@@ -19,7 +19,7 @@ from posy.settings import LaunchError
 
 pytestmark = [pytest.mark.federation, pytest.mark.xdist_group("operations")]
 
-PAGE = (Path(__file__).resolve().parent.parent / "docs/deploy/federation.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parent.parent / "docs/deploy/operations.md").read_text(encoding="utf-8")
 WAIT_SECONDS = 600.0
 NAMES = ("site-a", "site-b")
 
