@@ -111,7 +111,8 @@ def query(message: Message, context: Context) -> Message:
         _warn_about_node_settings(workspace)
         if fingerprint := workspace.architecture.fingerprint:
             description["fixed-tensors"] = fingerprint
-    description["versions"] = [f"{name} {version}" for name, version in versions().items()]
+    # In a container, Posy may run without being installed, so its version is unknown.
+    description["versions"] = [f"{name} {version}" for name, version in versions().items() if version]
     return Message(RecordDict({"config": ConfigRecord(description)}), reply_to=message)
 
 
