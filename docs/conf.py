@@ -31,9 +31,13 @@ templates_path = ["_templates"]
 myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist"]
 myst_heading_anchors = 4
 nb_execution_mode = os.environ.get("POSY_DOCS_EXECUTE", "off")
+nb_execution_in_temp = True
 nb_execution_timeout = 300
 nb_execution_raise_on_error = True
 nb_execution_show_tb = True
+nb_merge_streams = True
+# Shell cells run the `posy` of this environment, which need not be activated.
+os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
 
 # -- Python interface -------------------------------------------------------------------------------------------------
 autosummary_generate = True
