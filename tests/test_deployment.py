@@ -2,7 +2,11 @@
 
 import ast
 import re
+import shlex
+import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -199,6 +203,21 @@ def test_the_page_of_a_site_lists_every_node_config_key() -> None:
     ]
     listed = {word.partition("=")[0] for row in rows for word in re.findall(r"`([^`]+)`", row)}
     assert set(NODE_WORDS) <= listed
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+@pytest.mark.parametrize("page", ["site.md", "operations.md"])
+def test_unit_files_are_valid(page: str, tmp_path: Path) -> None:
+    [unit] = re.findall(r"```ini\n(.*?)```", (PAGES / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+    [command] = re.findall(r"^ExecStart=\S+/(posy .*?[^\\])$", unit, flags=re.DOTALL | re.MULTILINE)
+    words = shlex.split(command.replace("\\\n", ""))
+    assert node_config([word for word in words if "=" in word]) or page == "operations.md"
+    # On this machine, neither the user nor the path of the installation needs to exist.
+    file = tmp_path / "posy-test.service"
+    text = re.sub(r"^(User|Group)=posy", r"\1=root", unit, flags=re.MULTILINE)
+    file.write_text(re.sub(r"^ExecStart=\S+", f"ExecStart={sys.executable}", text, flags=re.MULTILINE))
+    done = subprocess.run(["systemd-analyze", "verify", str(file)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
 def texts_of(code: str) -> Iterator[str]:
