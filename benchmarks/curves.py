@@ -28,10 +28,11 @@ from torch.nn.utils import parameters_to_vector
 import posy
 from benchmarks import plain
 from benchmarks.measure import machine
+from posy import figure_style as style
 from posy import figures
 from posy.data.datasets import load_dataset
 from posy.forked import cores
-from posy.strategies.methods import settings_class
+from posy.strategies.methods import paper_name, settings_class
 from posy.strategies.registry import read_settings
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -80,6 +81,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "fedpac": {"fedpac_strength": plain.PAC_LAMBDA, "fedpac_head_lr": plain.PAC_HEAD_LR},
 }
 """The methods, with the settings that make Posy match the plain programs."""
+TITLES = {"mnist": "MNIST", "cifar10": "CIFAR-10"}
+NAMES = {"plain": "plain PyTorch program", "posy": "Posy"}
+"""Names of the two sides in the figure."""
 
 
 # -- the split -------------------------------------------------------------------------------------------
@@ -218,9 +222,11 @@ def draw(report: dict[str, Any], path: Path) -> None:
     for method, row in report["methods"].items():
         bands = {side: row.get(f"{side}_spread", row["spread_over_seeds"]) for side in ("plain", "posy")}
         lines = {side: list(zip(report["evaluated_rounds"], row[side], bands[side], strict=True)) for side in bands}
-        panels[f"{method}, {row['point']}"] = lines
-    title = f"{report['dataset']}, {report['clients']} clients, Dir({report['alpha']:g})"
-    figures.small_multiples(panels, path, title=title, ylabel="accuracy", percent=True)
+        panels[f"{paper_name(method)}, {row['point']}"] = {NAMES[side]: line for side, line in lines.items()}
+    title = f"{TITLES.get(report['dataset'], report['dataset'])}, {report['clients']} clients, Dir({report['alpha']:g})"
+    note = f"band: mean ± standard deviation over {len(report['seeds'])} seeds; served or local: the scored model"
+    colours = dict(zip(NAMES.values(), (style.BASELINE, style.PALETTE[0]), strict=True))
+    figures.small_multiples(panels, path, title=title, note=note, ylabel="accuracy", percent=True, colours=colours)
 
 
 def main(
@@ -236,8 +242,12 @@ def main(
     methods: list[str] = typer.Option(list(METHODS)),  # noqa: B008
     drop_last: bool = typer.Option(False, help="the plain programs skip an incomplete last batch, as in PFLlib"),
     picture: Path | None = None,
+    only_draw: bool = typer.Option(False, help="draw the report OUTPUT without computing curves"),
 ) -> None:
     """Compute the missing curves, add the methods to the report OUTPUT (JSON), and draw every method in the report."""
+    if only_draw and picture is not None:
+        draw(json.loads(output.read_text(encoding="utf-8")), picture)
+        return
     split = {"dataset": dataset, "samples": samples, "clients": clients, "alpha": alpha, "rounds": rounds}
     report: dict[str, Any] = {
         "machine": machine(), **split, "seeds": seeds, "evaluated_rounds": list(range(every, rounds + 1, every)),

@@ -22,6 +22,7 @@ import typer
 
 import posy
 from benchmarks.measure import machine
+from posy import figure_style as style
 from posy import figures
 from posy.settings import DivergedError
 from posy.storage import append
@@ -102,7 +103,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def runs_of(rows: Iterable[Mapping[str, Any]], clients: int, delta: float, rounds: int) -> dict[Key, Mapping[str, Any]]:
     """Return the rows with the current settings, by key. Ignore other rows of the file."""
     keyed = [((row["dataset"], row["mode"], row["epsilon"], row["seed"]), row) for row in rows]
-    return {key: row for key, row in keyed if row["settings"] == settings_of(key, clients, delta, rounds)}
+    added = {"stratify": False}  # the value in rows from before this setting existed
+    return {key: row for key, row in keyed if added | row["settings"] == settings_of(key, clients, delta, rounds)}
 
 
 def panels_of(rows: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
@@ -154,8 +156,9 @@ def main(
     if picture is not None:
         panels, dashed = panels_of(finished.values())
         figures.small_multiples(
-            panels, picture, title=f"{clients} clients, δ = {delta:g}", xlabel="ε of the whole run", ylabel="accuracy",
-            percent=True, columns=2, log=True, dashed=dashed,
+            panels, picture, title=f"Accuracy with differential privacy, {clients} clients, δ = {delta:g}",
+            note="band: mean ± standard deviation over the seeds", xlabel="ε of the whole run", ylabel="accuracy",
+            percent=True, columns=2, log=True, dashed=dashed, colours={"no noise": style.BASELINE},
         )  # fmt: skip
 
 

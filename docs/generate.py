@@ -34,7 +34,7 @@ from posy.models.catalogue import MODELS
 from posy.settings import settings_of
 from posy.strategies.arrays import Refused
 from posy.strategies.card import MethodCard, Program
-from posy.strategies.methods import METHODS, settings_class
+from posy.strategies.methods import METHODS, paper_name, settings_class
 from posy.strategies.registry import defaults, groups
 from posy.strategies.settings import MethodSettings
 from posy.words import capitalised
@@ -150,7 +150,7 @@ def described(names: Iterable[str]) -> list[list[str]]:
         name, _, rest = text.partition(": ")  # a name may contain an initial with a full stop, as in T. Dinh
         idea = re.split(r"\.(?: |$)", rest)[0]
         paper = re.search(r'"(.+?)"', text) or re.search(r"\((.+?)\)", name)
-        rows.append([f"`{method}`", name.partition(" (")[0], idea, paper[1] if paper else ""])
+        rows.append([f"`{method}`", paper_name(method), idea, paper[1] if paper else ""])
     return rows
 
 

@@ -5,6 +5,7 @@ from logging import WARNING
 
 from flwr.common.logger import log
 
+from posy import figure_style as style
 from posy import figures
 from posy.client_app.workspace import Workspace
 from posy.metrics import CLASSES, LABELS, column_of
@@ -80,15 +81,16 @@ class Pictures:
         """
         folder = self.directory.figures
         try:
-            metric = self.strategy.rounds.metric
-            figures.over_rounds(totals.scores, folder / f"{metric.name}.png", metric)
+            metric, run = self.strategy.rounds.metric, self.strategy.settings.run
+            colours = style.point_colours(run.method, self.strategy.method.point)
+            figures.over_rounds(totals.scores, folder / f"{metric.name}.png", metric, colours)
             if final:
-                figures.over_rounds(totals.loss, folder / "loss.png")
+                figures.over_rounds(totals.loss, folder / "loss.png", colours=colours)
                 served, local = (
                     [totals.clients.get(c, {}).get(column) for c in range(self.strategy.num_clients)]
                     for column in (column_of(point, metric.name) for point in POINTS)
                 )
-                figures.client_scores(served, local, folder / "clients.png", metric)
+                figures.client_scores(served, local, folder / "clients.png", metric, colours)
                 if system and system.routed is not None:
                     figures.routing(system.routed, folder / "routing.png")
                 if draw := drawing_of(type(self.strategy)):

@@ -66,6 +66,17 @@ def class_prefix(method: str) -> str:
     return _CLASSES[method]
 
 
+def paper_name(method: str) -> str:
+    """Return the name of a method in its paper, such as ``cwFedAvg``, from the first line of its module's docstring.
+
+    The name of a custom method is its class name, and an unknown name is returned unchanged.
+    """
+    if method not in _CLASSES:
+        return method.rpartition(":")[2]
+    summary = (_module(method).__doc__ or "").partition("\n")[0]
+    return summary.partition(":")[0].partition(" (")[0]
+
+
 def check_method(method: str, where: str = "") -> None:
     """Raise :class:`SettingsError` for an unknown method, and suggest the most similar name or list all methods.
 

@@ -8,11 +8,13 @@ import matplotlib
 import numpy as np
 import numpy.typing as npt
 import pytest
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
+from posy import figure_style as style
 from posy import figures
-from posy.figures import Panel
+from posy.figures import Interval, Panel
 from posy.metrics import METRICS
 from posy.spread import Evaluation, spread
 
@@ -38,7 +40,10 @@ def counts(clients: int, classes: int) -> npt.NDArray[np.int64]:
     return RNG.integers(0, 500, (clients, classes)) * (RNG.random((clients, classes)) < 0.5)
 
 
-QUICK = ("accuracy, 1 round", "2 clients", "partition, names", "heat map with holes", "lines with gaps", "scatter")
+QUICK = (
+    *("accuracy, 1 round", "2 clients", "partition, names", "heat map with holes", "lines with gaps", "scatter"),
+    *("dots", "ranking", "gains of 3 clients"),
+)
 """Figures that CI draws, one of each kind."""
 DRAWN: dict[str, Callable[[Path], None]] = {
     "accuracy, 1 round": lambda path: figures.over_rounds(points(1, 2), path, ACCURACY),
@@ -78,6 +83,24 @@ DRAWN: dict[str, Callable[[Path], None]] = {
         {str(i): [(r, r * i / 500) for r in range(20)] for i in range(500)}, path, percent=True
     ),
     "scatter": lambda path: figures.scatter(RNG.random((500, 100)), RNG.random((500, 100)), path),
+    "dots": lambda path: figures.dots(
+        {f"group {g}": {"FedFew": (0.5, 0.1), "a long name of a baseline": (0.4, 0.0)} for g in range(4)},
+        path,
+        marks={("group 1", "FedFew"): 0.7},
+        title="a title with many words that does not fit into one line of the figure, whatever its font is",
+    ),
+    "ranking": lambda path: figures.ranking(
+        {f"method {m}": Interval(m, m - 2, m + 3) for m in range(40)}, path, band=(0, 9), bold=["method 3"]
+    ),
+    "gains of 3 clients": lambda path: figures.gains(
+        {"a": ([0.1, 0.9, 0.5], RNG.normal(size=(30, 3))), "b": ([0.3, 0.2, 0.1], np.full((30, 3), NAN))},
+        [f"method {m}" for m in range(30)],
+        path,
+        columns=["x", "y", "z"],
+    ),
+    "gains of 300 clients": lambda path: figures.gains(
+        {"a": (RNG.random(300), RNG.normal(size=(37, 300)))}, [f"method {m}" for m in range(37)], path
+    ),
     "scatter of one point": lambda path: figures.scatter([0.5], [0.5], path),
 }
 
@@ -92,6 +115,9 @@ EMPTY: dict[str, Callable[[Path], None]] = {
     "heat maps": lambda path: figures.heatmaps([], path),
     "lines": lambda path: figures.lines({"a": [], "b": [(1, None)]}, path),
     "small multiples": lambda path: figures.small_multiples({"a": {"b": []}}, path),
+    "dots": lambda path: figures.dots({}, path),
+    "ranking": lambda path: figures.ranking({}, path, band=(1, 2)),
+    "gains": lambda path: figures.gains({}, ["a"], path),
     "scatter": lambda path: figures.scatter([NAN], [1.0], path),
 }
 
@@ -158,43 +184,96 @@ def test_similarity_order_is_a_permutation(clients: int) -> None:
     assert sorted(figures.similarity_order(table)) == list(range(clients))
 
 
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """Collect the figures instead of writing them."""
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    return figures
+
+
 @pytest.mark.parametrize(("rounds", "shared"), [((30, 120), True), ((30, 620), False)])
 def test_panels_of_very_different_lengths_have_separate_axes(
-    rounds: tuple[int, int], shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rounds: tuple[int, int], shared: bool, drawn: list[Figure], tmp_path: Path
 ) -> None:
-    drawn: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     figures.small_multiples({str(n): {"a": [(1, 0.5, 0.0), (n, 0.6, 0.0)]} for n in rounds}, tmp_path / "figure.png")
     (figure,) = drawn
     first, second = (axes.get_xlim() for axes in figure.axes if axes.get_visible())
     assert (first == second) == shared and second[1] > rounds[1]
 
 
-def test_points_are_not_connected_and_constants_are_dashed_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    lines = {"ours": [(1, 0.5, 0.1), (2, 0.6, 0.1)], "paper": [(1, 0.7, 0.0), (2, 0.8, 0.0)]}
+def test_points_are_hollow_and_constants_are_dashed_lines(drawn: list[Figure], tmp_path: Path) -> None:
+    lines = {"FedFew": [(1, 0.5, 0.1), (2, 0.6, 0.1)], "paper": [(1, 0.7, 0.0), (2, 0.8, 0.0)]}
     figures.small_multiples(
-        {"a": lines, "b": lines}, tmp_path / "figure.png", points={"paper"}, dashed={"a": {"FedAvg": 0.3}}, y_log=True
+        {"a": lines, "b": lines},
+        tmp_path / "figure.png",
+        points={"paper"},
+        dashed={"a": {"FedAvg": 0.3}},
+        y_log=True,
+        columns=2,
     )
     (figure,) = drawn
     first, second = (axes for axes in figure.axes if axes.get_visible())
     styles = {line.get_label(): (line.get_linestyle(), [*line.get_ydata()]) for line in first.lines}
-    assert styles == {"ours": ("-", [0.5, 0.6]), "paper": ("None", [0.7, 0.8]), "FedAvg": ("--", [0.3, 0.3])}
-    assert [line.get_label() for line in second.lines] == ["ours", "paper"]
+    assert styles == {"FedFew": ("-", [0.5, 0.6]), "paper": ("None", [0.7, 0.8]), "FedAvg": ("--", [0.3, 0.3])}
+    assert [line.get_label() for line in second.lines] == ["FedFew", "paper"]
+    assert first.lines[1].get_markerfacecolor() == "white" != first.lines[0].get_markerfacecolor()
     assert first.get_yscale() == "log" and first.get_xscale() == "linear"
+    assert [text.get_text() for text in first.texts] == ["FedAvg", "FedFew"] and not figure.legends
+    assert [*first.get_xticks()] == [1, 2]
 
 
-def test_single_bar_group_labels_each_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    bars = {"one local epoch": (0.5, 0.1), "two": (0.6, 0.1)}
-    figures.bars({"": bars}, tmp_path / "figure.png")
-    figures.bars({"a": bars, "b": bars}, tmp_path / "figure.png")
-    (single,), (grouped,) = (figure.axes for figure in drawn)
-    assert [tick.get_text() for tick in single.get_xticklabels()] == ["one local epoch", "two"]
-    assert [bar.get_x() + bar.get_width() / 2 for bar in single.patches] == pytest.approx([*single.get_xticks()])
-    assert single.get_legend() is None and not single.figure.legends
-    assert [tick.get_text() for tick in grouped.get_xticklabels()] == ["a", "b"]
+def test_dots_show_intervals_and_the_papers_numbers(drawn: list[Figure], tmp_path: Path) -> None:
+    groups = {"one": {"a": (0.5, 0.1), "b": (0.4, 0.0)}, "two": {"b": (0.2, 0.1)}}
+    figures.dots(groups, tmp_path / "figure.png", marks={("two", "b"): 0.9}, colours={"a": "#0072B2"})
+    left, right = drawn[0].axes
+    assert [(*line.get_xdata(), *line.get_ydata()) for line in left.lines] == [(0.5, 0), (0.4, 1)]
+    assert [(*line.get_xdata(), *line.get_ydata()) for line in right.lines] == [(0.2, 1), (0.9, 1)]
+    assert right.lines[1].get_markerfacecolor() == "white"
+    ((start, end),) = (segments.get_segments()[0][:, 0] for segments in left.collections)  # b has no interval
+    assert (start, end) == pytest.approx((0.4, 0.6))
+    assert [label.get_text() for label in left.get_yticklabels()] == ["a", "b"]
+
+
+def test_panels_of_one_quantity_share_a_scale_and_differences_are_centred(drawn: list[Figure], tmp_path: Path) -> None:
+    panels = [
+        Panel([[0, 1]], label="norm"),
+        Panel([[2, 8]], label="norm"),
+        Panel([[-1, 3]], label="difference", diverging=True),
+    ]
+    figures.heatmaps(panels, tmp_path / "figure.png")
+    images = [image for axes in drawn[0].axes for image in axes.images]
+    assert [image.get_clim() for image in images] == [(0, 8), (0, 8), (-3, 3)]
+    assert sum(axes.get_label() == "<colorbar>" for axes in drawn[0].axes) == 2
+
+
+def test_gains_are_sorted_by_the_local_score(drawn: list[Figure], tmp_path: Path) -> None:
+    figures.gains({"a": ([0.9, 0.1, 0.5], [[1, 2, 3], [-8, 0, NAN]])}, ["x", "y"], tmp_path / "figure.png")
+    (image,) = (image for axes in drawn[0].axes for image in axes.images)
+    assert image.get_array()[0].tolist() == [2, 3, 1]
+    low, high = image.get_clim()
+    assert -low == high < 8
+
+
+def test_each_main_method_has_one_colour_and_baselines_are_grey() -> None:
+    names = {"FedAvg": "fedavg", "cwFedAvg": "cwfedavg", "Ditto": "ditto", "K = 1": "fedfew", "K = 3": "fedfew"}
+    colours = style.colours_of(names)
+    assert colours["cwFedAvg"] == style.METHOD_COLOURS["cwfedavg"]
+    greys = {colours["FedAvg"], colours["Ditto"]}
+    assert len(greys) == 2 and all(len({*to_rgb(grey)}) == 1 for grey in greys)
+    assert colours["K = 1"] != colours["K = 3"]
+    assert style.rows_of(names)["K = 1"] == style.rows_of(names)["K = 3"] == style.METHOD_COLOURS["fedfew"]
+
+
+@pytest.mark.parametrize("colour", [*style.PALETTE, "#ffffff"])
+def test_text_is_readable_on_white(colour: str) -> None:
+    rgb = np.array(to_rgb(style.text_colour(colour)))
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    assert 1.05 / (np.dot([0.2126, 0.7152, 0.0722], linear) + 0.05) >= 4.5  # the contrast that WCAG 2 requires
+
+
+def test_labels_move_apart_only_if_they_overlap() -> None:
+    assert style.spread([0, 50, 100], [10, 10, 10]) == [0, 50, 100]
+    assert style.spread([10, 12, 100], [10, 10, 10]) == pytest.approx([6, 16, 100])
+    assert style.spread([0, 0, 0, 1], [4, 4, 8, 4]) == pytest.approx([-7.25, -3.25, 2.75, 8.75])
+    assert style.spread([], []) == []

@@ -563,7 +563,7 @@ def test_comparisons_never_mix_scales(paper_dir: Path) -> None:
     assert "`posy paper mine table1 --scale small` and `posy paper mine table1 --scale full`." in text
     # A picture shows all rows of a variant at one scale, at which most of the rows have run.
     small = {"settings": {"num-server-rounds": 2, "max-samples": 300}}
-    written(paper_dir, "figure1", form={"kind": "bars", "label": "accuracy"}, printed=None, claims=None, small=small)
+    written(paper_dir, "figure1", form={"kind": "points", "label": "accuracy"}, printed=None, claims=None, small=small)
     picture = Comparison(item("mine", "figure1"))
     assert [picture.runs_of("a", row)[0] for row in ("FedAvg", "Local")] == ["small", "small"]
     # Once all rows of a claim have run at full scale, Posy judges the claim there, even over fewer seeds.
@@ -871,10 +871,10 @@ def test_pages_state_the_seeds_and_lines_use_common_seeds(paper_dir: Path, monke
     values = {row: comparison.values("", row, "local last") for row in ("1", "2", "Local")}
     assert {row: set(by_seed) for row, by_seed in values.items()} == {"1": {0, 1}, "2": {0}, "Local": {0}}
     (picture,) = drawn
-    first, second = picture["panels"]["local last"]["Posy"]
+    first, second = picture["panels"]["local last, %"]["mine"]
     assert (first[1], second[1]) == (values["1"][0], values["2"][0])
-    assert picture["panels"]["local last"]["paper"] == [(1.0, 50.0, 0.0)] and picture["points"] == {"paper"}
-    assert picture["dashed"] == {"local last": {"Local": values["Local"][0], "Local, paper": 40.0}}
+    assert picture["panels"]["local last, %"]["paper"] == [(1.0, 50.0, 0.0)] and picture["points"] == {"paper"}
+    assert picture["dashed"] == {"local last, %": {"Local": values["Local"][0], "Local, paper": 40.0}}
 
 
 def test_all_tables_and_figures_are_listed_with_their_state(
