@@ -29,6 +29,7 @@ from posy.data.errors import DataError
 from posy.forked import cores
 from posy.metrics import METRICS, Metric
 from posy.report.comparison import (
+    Ranks,
     Run,
     average,
     check_metrics,
@@ -270,9 +271,8 @@ def run_table(plan: Plan, *, jobs: int, only_print: bool = False, begin: Start |
         (plan.output / "table.md").write_text(text, encoding="utf-8")
         table.to_csv(plan.output / "table.csv", index=False, lineterminator="\n")
         clients.to_csv(plan.output / "clients.csv", index=False, lineterminator="\n")
-        if ranked is not None:
-            ranked.draw(plan.output / "ranks.png", plan.title)
-        print(f"written to {plan.output}: table.md, table.csv and clients.csv" + (", ranks.png" if ranked else ""))
+        written = ["table.md", "table.csv", "clients.csv", *_draw(plan, runs, ranked)]
+        print(f"written to {plan.output}: {', '.join(written)}")
     return 1 if failures else 0
 
 
@@ -286,6 +286,16 @@ def next_commands(plan: Plan, file: Path) -> list[str]:
     runs = shlex.quote(relative(plan.output / plan.cells[0].variant)) + "/*/seed-*/"
     tuned = file.stem.endswith(TUNED) or not importlib.util.find_spec("optuna")
     return [f"posy report {runs}", *([] if tuned else [shlex.join(["posy", "tune", str(file)])])]
+
+
+def _draw(plan: Plan, runs: Sequence[Run], ranked: Ranks | None) -> list[str]:
+    """Draw the ranks and the clients' gains over local training, and return the names of the files."""
+    from posy.report.table_figures import draw_gains, draw_ranks  # noqa: PLC0415 - matplotlib takes a second
+
+    if ranked is not None:
+        draw_ranks(ranked, plan.output / "ranks.png", plan.title, {cell.row: cell.method for cell in plan.cells})
+    draw_gains(runs, plan.output / "gains.png", plan.title)
+    return [name for name in ("ranks.png", "gains.png") if (plan.output / name).exists()]
 
 
 def fill(plan: Plan, *, jobs: int, begin: Start | None = None) -> dict[str, str]:

@@ -212,13 +212,19 @@ class Ranks:
     """Ranks of methods over blocks. Each block is one seed of one data set.
 
     ``mean`` is each method's mean rank, best (1) first. ``friedman`` is the p-value of Friedman's test of the
-    hypothesis that all methods are equal. ``pairs`` contains the p-value of each pair of methods (Nemenyi's test).
+    hypothesis that all methods are equal. ``pairs`` contains the p-value of each pair of methods (Nemenyi's test), and
+    ``each`` the rank of each method in each block.
     """
 
     mean: "pd.Series[float]"
     friedman: float
     pairs: pd.DataFrame
-    blocks: int
+    each: pd.DataFrame
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks."""
+        return len(self.each)
 
     def ties_with_best(self) -> list[str]:
         """Return the best method and the methods that do not differ significantly from it."""
@@ -227,16 +233,18 @@ class Ranks:
             return [str(name) for name in self.mean.index]
         return [str(name) for name in self.mean.index if name == best or self.pairs.loc[best, name] >= ALPHA]
 
-    def draw(self, file: Path, title: str) -> None:
-        """Draw the critical-difference diagram."""
-        import matplotlib.pyplot as plt  # noqa: PLC0415 - takes a second
-        import scikit_posthocs  # noqa: PLC0415 - takes seconds
+    @property
+    def critical_difference(self) -> float:
+        """The smallest significant difference between two mean ranks (Nemenyi's test)."""
+        count = len(self.mean)
+        quantile = float(stats.studentized_range.ppf(1 - ALPHA, count, np.inf)) / math.sqrt(2)
+        return quantile * math.sqrt(count * (count + 1) / (6 * self.blocks))
 
-        figure, axes = plt.subplots(figsize=(9, 1.5 + 0.22 * len(self.mean)))
-        scikit_posthocs.critical_difference_diagram(self.mean, self.pairs, ax=axes)
-        axes.set_title(title)
-        figure.savefig(file, dpi=150, bbox_inches="tight")
-        plt.close(figure)
+    def interval(self, method: str) -> tuple[float, float]:
+        """Return the 95 % interval of a method's mean rank over the blocks (Student's t), within the possible ranks."""
+        ranks = self.each[method]
+        half = float(stats.t.ppf(1 - ALPHA / 2, self.blocks - 1) * ranks.std(ddof=1)) / math.sqrt(self.blocks)
+        return max(1.0, self.mean[method] - half), min(float(len(self.mean)), self.mean[method] + half)
 
 
 def ranks(scores: pd.DataFrame) -> Ranks | None:
@@ -262,14 +270,15 @@ def ranks(scores: pd.DataFrame) -> Ranks | None:
     import scikit_posthocs  # noqa: PLC0415 - takes seconds
 
     values: npt.NDArray[np.float64] = complete.to_numpy(np.float64)
-    mean = pd.Series(stats.rankdata(-values, axis=1).mean(axis=0), index=complete.columns).sort_values(kind="stable")
+    each = pd.DataFrame(stats.rankdata(-values, axis=1), columns=complete.columns)
+    mean = each.mean().sort_values(kind="stable")
     equal = (values == values[:, :1]).all()
     friedman = 1.0 if equal else float(stats.friedmanchisquare(*values.T).pvalue)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         pairs = scikit_posthocs.posthoc_nemenyi_friedman(values)
     pairs.index = pairs.columns = complete.columns
-    return Ranks(mean, friedman, pairs.fillna(1.0), len(complete))
+    return Ranks(mean, friedman, pairs.fillna(1.0), each)
 
 
 def last_round(summary: Mapping[str, Any], point: str) -> Mapping[str, Any]:

@@ -20,6 +20,7 @@ from posy.report.comparison import (
     ranks,
     scores_by_block,
 )
+from posy.report.table_figures import draw_gains, draw_ranks, gains_of
 
 ACCURACY, LOG_LOSS = METRICS["accuracy"], METRICS["log-loss"]
 
@@ -210,8 +211,40 @@ def test_diverged_runs_rank_last(runs: list[Run]) -> None:
     assert diverged.mean["Ditto"] == pytest.approx((3 + 1 + 1) / 3)
 
 
-def test_the_rank_diagram_is_drawn(runs: list[Run], tmp_path: Path) -> None:
+def test_the_critical_difference_agrees_with_the_pairs() -> None:
+    """Demsar (2006), section 3.2.2: 2.569 is the quantile for four methods, so CD = 1.25 for 14 data sets."""
+    rng = np.random.default_rng(0)
+    ranking = ranks(pd.DataFrame(rng.normal([0, 0.5, 1, 2], size=(14, 4)), columns=list("abcd")))
+    assert ranking is not None
+    assert ranking.critical_difference == pytest.approx(1.25, abs=0.005)
+    best, reach = ranking.mean.iloc[0], ranking.mean.iloc[0] + ranking.critical_difference
+    assert ranking.ties_with_best() == [name for name, mean in ranking.mean.items() if mean <= reach] != [*"dcba"]
+    low, high = ranking.interval(str(ranking.mean.index[0]))
+    assert 1 <= low < best < high < 4
+
+
+def test_gains_are_per_client_and_seed(runs: list[Run]) -> None:
+    result = gains_of(runs, "v")
+    assert result is not None
+    local, gains = result
+    assert local == pytest.approx({(seed, c): 0.70 + 0.01 * (c + seed) for seed in range(3) for c in range(4)})
+    assert gains["Ditto"] == pytest.approx({(seed, c): 0.02 * (c + 1) for seed in range(3) for c in range(4)})
+    assert gains["FedAvg"][2, 3] == pytest.approx(0.99 - 0.75) and "Local" not in gains
+    assert gains_of([run for run in runs if run.row != "Local"], "v") is None
+
+
+def test_gains_of_sites_are_means_over_the_seeds(runs: list[Run]) -> None:
+    for run in runs:
+        run.summary["sites"] = ["a", "b", "c", "d"]  # type: ignore[index]
+    result = gains_of(runs, "v")
+    assert result is not None
+    assert result[1]["FedAvg"] == pytest.approx({(0, c): v - 0.71 - 0.01 * c for c, v in enumerate([0.5] * 3 + [0.99])})
+
+
+def test_the_figures_of_a_table_are_drawn(runs: list[Run], tmp_path: Path) -> None:
     ranking = ranks(scores_by_block(runs))
     assert ranking is not None
-    ranking.draw(tmp_path / "ranks.png", "a table")
-    assert (tmp_path / "ranks.png").stat().st_size > 5000
+    draw_ranks(ranking, tmp_path / "ranks.png", "a table", {run.row: run.method for run in runs})
+    draw_gains(runs, tmp_path / "gains.png", "a table")
+    draw_gains([run for run in runs if run.row != "Local"], tmp_path / "none.png", "a table")
+    assert [(tmp_path / f"{name}.png").exists() for name in ("ranks", "gains", "none")] == [True, True, False]
