@@ -17,7 +17,7 @@ from posy import figure_style as style
 from posy import figures
 from posy.commands.papers import drift, pathways, ridge
 from posy.commands.papers.compare import Comparison
-from posy.commands.papers.record import curve, recorded_numbers
+from posy.commands.papers.record import curve, in_percent, recorded_numbers
 from posy.commands.papers.verdict import number
 from posy.commands.table import Cell
 from posy.data.datasets import load_dataset
@@ -67,7 +67,7 @@ def _note(comparison: Comparison, spread: str = "", printed: Iterable[Any] = ())
     reduced = reduced if "small" in comparison.item.content else set()
     size = style.REDUCED if reduced else ""
     size += f" ({', '.join(sorted(reduced))})" if reduced and len(comparison.scales) > 1 else ""
-    seeds = comparison.usual_seeds
+    seeds = max(map(comparison.usual_seeds, comparison.scales), default=0)
     interval = ""
     if spread:
         interval = f"{spread}: mean ± standard deviation over {seeds} seeds" if seeds > 1 else "one seed"
