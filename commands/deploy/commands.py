@@ -230,7 +230,8 @@ def supernode(
         )
     )  # fmt: skip
     print_command(command, environment)
-    show_next(["posy status    # on the server: lists this node once it is connected"], sys.stderr)
+    status_command = "posy status --insecure" if insecure else "posy status"
+    show_next([f"{status_command}    # on the server: lists this node once it is connected"], sys.stderr)
     os.execve(command[0], command, environment)
 
 
