@@ -3,11 +3,13 @@
 import os
 import re
 import sys
+from functools import partial
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
 from click import Context
+from jupyter_cache.executors import utils as executors
 from sphinx.application import Sphinx
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -32,10 +34,11 @@ myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist"]
 myst_heading_anchors = 4
 nb_execution_mode = os.environ.get("POSY_DOCS_EXECUTE", "off")
 nb_execution_in_temp = True
-nb_execution_timeout = 300
+nb_execution_timeout = 600
 nb_execution_raise_on_error = True
 nb_execution_show_tb = True
-nb_merge_streams = True
+# IPython prints the output of a shell cell in pieces of 100 characters, which nbclient joins.
+executors.executenb = partial(executors.executenb, coalesce_streams=True)
 # Shell cells run the `posy` of this environment, which need not be activated.
 os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
 
