@@ -211,6 +211,8 @@ def method_page(method: str, card: MethodCard) -> str:
     if warned := warns(cls):
         sections["Unsupported settings"] += f"\n\n{warned}"
     parts = ["<!-- Written by `python docs/generate.py`. -->", f"# {title}", idea[:1].upper() + idea[1:], *paragraphs]
+    if (ROOT / "docs" / "pictures" / f"{method}.svg").is_file():
+        parts.append(f"![A round of {title}](../pictures/{method}.svg)")
     parts.append(f"Select this method with `method={method}`. The code is in {code}.")
     parts[-1] += " [All methods](../reference/methods.md)"
     if (ROOT / "docs" / "papers" / f"{method}.md").is_file():

@@ -103,14 +103,14 @@ def shades(colour: str, number: int) -> list[str]:
     """Return shades of a colour, from light to dark, or the colour itself for one shade."""
     if number == 1:
         return [colour]
-    return [_mixed(colour, shift) for shift in np.linspace(0.45, -0.45, number)]
+    return [mixed(colour, shift) for shift in np.linspace(0.45, -0.45, number)]
 
 
 def text_colour(colour: str) -> str:
     """Return the lightest shade of a colour in which text has a contrast of 4.5 to white, as WCAG 2 requires."""
     shade = colour
     for shift in np.linspace(0, -1, 51):
-        shade = _mixed(colour, float(shift))
+        shade = mixed(colour, float(shift))
         linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in to_rgb(shade)]
         if np.dot([0.2126, 0.7152, 0.0722], linear) <= 1.05 / 4.5 - 0.05:
             break
@@ -250,7 +250,7 @@ def join(*notes: str) -> str:
     return " · ".join(filter(None, notes))
 
 
-def _mixed(colour: str, shift: float) -> str:
+def mixed(colour: str, shift: float) -> str:
     """Return a colour mixed with white (``shift`` > 0) or with black (``shift`` < 0)."""
     target = 1.0 if shift > 0 else 0.0
     red, green, blue = ((1 - abs(shift)) * part + abs(shift) * target for part in to_rgb(colour))

@@ -4,10 +4,12 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -146,6 +148,14 @@ def test_the_example_of_a_table_describes_sixty_cells() -> None:
     plan = plan_of(parse(example), Path("table.yaml"), {})
     assert len({(c.variant, c.row, c.seed, c.fold) for c in plan.cells}) == len(plan.cells) == 60
     assert "= 60 cells" in text
+
+
+def test_the_schematic_pictures_are_up_to_date() -> None:
+    """`python docs/schematics.py` writes the pictures."""
+    schematics = runpy.run_path(str(ROOT / "docs/schematics.py"))
+    assert schematics["stale"]() == []
+    for text in schematics["pictures"]().values():
+        ElementTree.fromstring(text)
 
 
 def test_every_method_has_a_summary() -> None:
