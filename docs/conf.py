@@ -37,6 +37,7 @@ nb_execution_in_temp = True
 nb_execution_timeout = 600
 nb_execution_raise_on_error = True
 nb_execution_show_tb = True
+nb_render_markdown_format = "gfm"
 # IPython prints the output of a shell cell in pieces of 100 characters, which nbclient joins.
 executors.executenb = partial(executors.executenb, coalesce_streams=True)
 # Shell cells run the `posy` of this environment, which need not be activated.
