@@ -142,8 +142,13 @@ def evidence(claim: Claim, verdict: Verdict) -> str:
         seeds += f" in {verdict.columns} columns"
         if verdict.pairs != verdict.seeds * verdict.columns:
             seeds += f" ({verdict.pairs} pairs)"
-    test = "too few for a test" if p_value is None else "p < 0.001" if p_value < 0.001 else f"p = {p_value:.3f}"
-    holding = f"holds in {verdict.holding} of {verdict.compared} comparisons"
+    if p_value is None:
+        test = "too few for a test"
+    elif verdict.std == 0:
+        test = "the same in all runs"
+    else:
+        test = "p < 0.001" if p_value < 0.001 else f"p = {p_value:.3f}"
+    holding = f"the weakest of {verdict.compared} comparisons, {verdict.holding} of which hold"
     some_fail = verdict.holding < verdict.compared > 1
     return ", ".join([_difference(claim, verdict.difference, verdict), seeds, test, *([holding] if some_fail else [])])
 

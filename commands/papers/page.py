@@ -132,12 +132,15 @@ def _verdicts(paper: str, comparisons: Sequence[Comparison], links: Mapping[str,
         return [" · ".join(pages)]
     box = verdict_box(verdicts, comparisons, links)
     summary = count_outcomes(outcome(verdict) for _, verdict in verdicts)
-    notes = ["*undecided*: no significant difference, or too few seeds."]
+    notes = [
+        "*undecided*: no significant difference, or too few seeds. ± is the standard deviation over the pairs of runs, "
+        "and p is the p-value of the claim's test, corrected for the number of comparisons."
+    ]
     if any(verdict.scale == "small" and verdict.word != NOT_TESTED for _, verdict in verdicts):
         notes.insert(
             0,
-            "*(reduced)*: from runs with fewer rounds, samples or clients than in the paper. They do not decide the "
-            "claim at the paper's size.",
+            "*(reduced)*: from smaller runs than the paper's, with fewer rounds, samples or clients or with a simpler "
+            "network. They do not decide the claim at the paper's size.",
         )
     return [f"**Main claims: {summary}.**", box, _filled(f"{' '.join(notes)} {' · '.join(pages)}")]
 
