@@ -180,6 +180,7 @@ def _styles(names: Sequence[str], points: Collection[str], colours: Mapping[str,
         if name in points:
             styles[name] |= {"marker": "D", "markersize": 6, "linestyle": "", "markeredgewidth": 1.5}
             styles[name] |= {"markerfacecolor": "white", "markeredgecolor": styles[name]["color"], "zorder": 4}
+            styles[name]["clip_on"] = False  # the paper's number may be at the edge of the panel
     return styles
 
 
