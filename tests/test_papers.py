@@ -535,7 +535,8 @@ def test_small_differences_keep_their_first_digit(
 ) -> None:
     claim = Claim("so", ("a",), ("b",), measure=measure)
     judged = Verdict("holds", difference, std, 2, 0.01, "a − b", scale="full", seeds=2, columns=1)
-    assert describe(claim, judged) == f"**holds**: so (a − b: {expected}, 2 seeds, p = 0.010)."
+    test = "the same in all runs" if std == 0 else "p = 0.010"
+    assert describe(claim, judged) == f"**holds**: so (a − b: {expected}, 2 seeds, {test})."
 
 
 def test_comparisons_never_mix_scales(paper_dir: Path) -> None:
