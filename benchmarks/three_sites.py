@@ -4,7 +4,6 @@
 machine. It submits a run, and writes the output of the commands into docs/deploy/three-sites.md.
 """
 
-import re
 import signal
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from PIL import Image
 
 from benchmarks.local_federation import Deployment
 from benchmarks.measure import machine
+from posy.commands.runlog import COLOUR
 from posy.data.datasets import load_dataset
 from posy.data.settings import DataSettings
 
@@ -97,7 +97,7 @@ def shortened(lines: Sequence[str]) -> Iterator[str]:
 def page(command: str, output: str, folder: Path) -> str:
     """Return the transcript as Markdown, with example paths instead of the paths of this machine."""
     hardware = machine()
-    log = re.sub(r"\x1b\[[0-9;]*m", "", output).replace(str(folder), "/srv").rstrip()
+    log = COLOUR.sub("", output).replace(str(folder), "/srv").rstrip()
     paragraphs = [
         "`python -m benchmarks.three_sites` writes this page. It starts a SuperLink and three nodes with TLS "
         f"({hardware['cores']} cores of an {hardware['cpu']}, {hardware['date']}).",

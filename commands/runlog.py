@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from posy.server_app.progress import WITHOUT_MODEL_TITLE
 
-_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+COLOUR = re.compile(r"\x1b\[[\d;]*m")
+"""The codes that switch a terminal's colours."""
 _RESULTS = re.compile(r"Results of this run: (.+)")
 _ROUND = re.compile(r"round +(\d+)/(\d+) ")
 _BEGUN = re.compile(r"\[ROUND (\d+)/")
@@ -62,7 +63,7 @@ class RunLog:
 
     def add(self, line: str) -> None:
         """Print a line, hide it, or store it until the error to which it belongs is complete."""
-        plain = _COLOUR.sub("", line)
+        plain = COLOUR.sub("", line)
         explains = self._note(plain)
         if self._verbose:
             self._print(line)
@@ -123,7 +124,7 @@ class RunLog:
         error, self._error = self._error, []
         if not error:
             return
-        text = _COLOUR.sub("", "".join(error))
+        text = COLOUR.sub("", "".join(error))
         if _KNOWN.search(text):
             self._explained = True
             return
@@ -136,7 +137,7 @@ class RunLog:
 
     def _print(self, line: str) -> None:
         terminal = sys.stdout.isatty()
-        line = line if terminal else _COLOUR.sub("", line)
+        line = line if terminal else COLOUR.sub("", line)
         if self._suffix is not None:
             of_round = _ROUND.match(line) is not None
             line = f"{line.rstrip()}  {self._suffix()}\n" if of_round else line

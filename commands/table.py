@@ -539,7 +539,7 @@ def plan_as_yaml(
 def run_cells(plan: Plan, jobs: int, begin: "Start | None" = None) -> dict[str, str]:
     """Run the unfinished cells, ``jobs`` at a time; return the reason for each failure, keyed by cell name.
 
-    Run all cells of one seed before those of the next seed, so that an interrupted table contains complete seeds.
+    Run all cells of one seed before the cells of the next seed, so that an interrupted table contains complete seeds.
     """
     seed_order = {seed: index for index, seed in enumerate(dict.fromkeys(cell.seed for cell in plan.cells))}
     unfinished = (cell for cell in plan.cells if cell.summary(*ENDED) is None)

@@ -396,7 +396,7 @@ class Recorder:
         )
 
     def _client_facts(self, status: Status) -> dict[str, Any]:
-        """Return the clients' names, the clients without a final model, and those with very few samples or classes.
+        """Return the clients' names, the clients without a final model, and the clients with few samples or classes.
 
         The latter have one training sample, one class in the training split, or no test sample.
 

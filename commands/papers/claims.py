@@ -14,7 +14,7 @@ from posy.commands.papers.tables import markdown_table
 from posy.commands.papers.verdict import FAILS, HOLDS, NOT_TESTED, OUTCOMES, Verdict
 from posy.settings import SettingsError
 from posy.strategies.registry import PAPERS
-from posy.words import capitalised
+from posy.words import capitalised, counted
 from posy.yaml12 import read_yaml
 
 KEYS = ("say", "in", "claim")
@@ -137,7 +137,7 @@ def evidence(claim: Claim, verdict: Verdict) -> str:
     if verdict.difference is None:
         return ""
     p_value = verdict.p_value
-    seeds = f"{verdict.seeds} seed{'s' * (verdict.seeds > 1)}"
+    seeds = counted(verdict.seeds, "seed")
     if verdict.columns > 1:
         seeds += f" in {verdict.columns} columns"
         if verdict.pairs != verdict.seeds * verdict.columns:

@@ -19,7 +19,7 @@ from posy.data.errors import DataError
 from posy.server_app.progress import duration
 from posy.settings import Scalar
 from posy.strategies.registry import PAPERS, declared
-from posy.words import capitalised
+from posy.words import capitalised, counted
 
 UNKNOWN = "the reason is unknown"
 """Text for a number that differs from the paper's for no known reason."""
@@ -175,7 +175,7 @@ def _section(comparison: Comparison, pictures: Sequence[str]) -> list[str]:
     parts.append("\n".join(_reasons(comparison)))
     if missing := [*_missing(comparison, pictures), *_untested(comparison)]:
         number = sum(entry.state == NOT_RUN for entry in comparison.entries)
-        parts.append(_folded(f"Not run: {number} number{'s' * (number != 1)}", "\n".join(missing)))
+        parts.append(_folded(f"Not run: {counted(number, 'number')}", "\n".join(missing)))
     return parts
 
 
@@ -235,7 +235,7 @@ def _time(comparison: Comparison, entries: Sequence[Entry]) -> str:
     number, seconds = missing_runs(comparison, entries)
     if not number:
         return ""
-    runs = f"{number} run{'s' * (number > 1)}"
+    runs = counted(number, "run")
     if seconds is None:
         return f" {runs}. No run of this size has been timed."
     return f" {runs}, about {duration(number * seconds)} in total."

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from posy.commands.papers.compare import DIFFERS, NOT_COMPARABLE, REPRODUCED, Comparison, Entry
 from posy.commands.papers.record import PARAMETERS, in_percent
 from posy.commands.papers.verdict import Number
+from posy.words import counted
 
 PAPER = "paper"
 """Name of the columns with the paper's numbers, in addition to the names of the scales."""
@@ -96,7 +97,7 @@ def _cell(comparison: Comparison, column: _Column, row: str, entries: Entries) -
     value = entry.numbers[source]
     text = text_of(value, 2 if in_percent(measure) else 3)
     if measure != PARAMETERS and value.seeds != comparison.usual_seeds(source):
-        text += f" ({value.seeds} seed{'s' * (value.seeds > 1)})"
+        text += f" ({counted(value.seeds, 'seed')})"
     if source == "small":
         return text
     if entry.state == NOT_COMPARABLE and _states(column, entries) != {NOT_COMPARABLE}:
