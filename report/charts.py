@@ -132,10 +132,10 @@ def lines(
     ends = sorted([(float(y[-1]), item) for item, (_, y, _) in points.items()], key=lambda end: (end[0], -end[1].index))
     height = axes.bbox.height
     for top, (y, item) in zip(_spread([height * (y - low) / (high - low) for y, _ in ends], height), ends, strict=True):
-        text = f"{item.letter} {_number(y, percent=percent, digits=3)}"
+        text = f"{item.letter} {_number(y, percent=percent, precision='#.3g')}"
         style = {"color": item.style["color"], "weight": "bold", "va": "center"}
         axes.annotate(text, (1, 0), (7, top), xycoords="axes fraction", textcoords="offset points", **style)
-    axes.annotate("round", (1, 0), (6, -15.5), xycoords="axes fraction", textcoords="offset points", color=SOFT)
+    axes.annotate("round", (1, 0), (16, -15.5), xycoords="axes fraction", textcoords="offset points", color=SOFT)
     return _markup(axes, about)
 
 
@@ -201,12 +201,10 @@ def _ticks(low: float, high: float, *, integer: bool = False) -> list[float]:
     return [float(tick) for tick in locator.tick_values(low, high)]
 
 
-def _number(value: float, _: float | None = None, *, percent: bool = False, digits: int = 4) -> str:
+def _number(value: float, _: float | None = None, *, percent: bool = False, precision: str = ".4g") -> str:
     """Format a number as an axis label or a line label."""
-    if percent:
-        return f"{100 * value:.{digits}g} %"
-    unit, name = next(((u, n) for u, n in UNITS if abs(value) >= u), (1.0, ""))
-    return f"{value / unit:.{digits}g}{name}"
+    unit, name = (0.01, " %") if percent else next(((u, n) for u, n in UNITS if abs(value) >= u), (1.0, ""))
+    return f"{value / unit:{precision}}".rstrip(".") + name
 
 
 def _label(name: str, length: int | None = None) -> str:

@@ -233,8 +233,8 @@ def _comparison(groups: Sequence[Group]) -> Markup:
         n for n, name in enumerate(columns) if name in ("", "model", "seeds") or any(line[n] for line in lines)
     ]
     note = (
-        "The scores are from the last round of the completed runs. Each method is scored by the model in the column "
-        "`model`. ≈ marks the best row, and all rows that are not significantly different from it (Wilcoxon's "
+        "The scores are from the last round of the completed runs. The column “model” names the model that is "
+        "scored. ≈ marks the best row, and all rows that are not significantly different from it (Wilcoxon's "
         "signed-rank test over the clients of all seeds at 5 %, adjusted for the number of rows by Holm). Rows are "
         "summarised over the clients that all rows cover. A row that covers fewer clients than took part "
         "shows its number of clients. A row that covers fewer than nine tenths as many clients as the row with the "

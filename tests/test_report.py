@@ -204,7 +204,7 @@ def test_lines_are_distinguishable_without_colours() -> None:
     looks = {re.sub(r"var\(--\w+\)|key-\d", "", curve.key()) for curve in series[:4]}
     assert len(looks) == 4
     drawing = lines({curve: [(1, 0.5, 0.0), (2, 0.5, 0.0)] for curve in series[:4]}, "accuracy", percent=True)
-    heights = {text: y for _, y, text in texts(drawing) if text.endswith("50 %") and len(text) > 4}
+    heights = {text: y for _, y, text in texts(drawing) if text.endswith("50.0 %")}
     assert [text[0] for text in sorted(heights, key=lambda text: heights[text])] == ["A", "B", "C", "D"]
     assert min(b - a for a, b in itertools.pairwise(sorted(heights.values()))) >= 11
 
