@@ -81,6 +81,11 @@ def show_examples(app: Sphinx, context: Context, lines: list[str]) -> None:
     lines[:] = ["Examples::", "", *(f"   {line.strip()}" for line in examples), ""] if examples else []
 
 
+def omit_defaults_of_flags(app: Sphinx, context: Context, lines: list[str]) -> None:
+    """Omit the default of options without a value, which is always False, and click's text for optional arguments."""
+    lines[:] = [line for line in lines if not line.strip().startswith((":default: ``False``", "Optional argument"))]
+
+
 def add_sorting(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: object) -> None:
     """Let readers sort the tables of the benchmarks."""
     if page.startswith("benchmarks/"):
@@ -92,3 +97,5 @@ def setup(app: Sphinx) -> None:
     app.connect("source-read", link_to_files)
     app.connect("html-page-context", add_sorting)
     app.connect("sphinx-click-process-epilog", show_examples)
+    app.connect("sphinx-click-process-options", omit_defaults_of_flags)
+    app.connect("sphinx-click-process-arguments", omit_defaults_of_flags)
