@@ -1,6 +1,9 @@
 """Errors and notes about data, and the messages that other machines may receive about them."""
 
 from collections.abc import Sequence
+from pathlib import Path
+
+from posy.paths import exists
 
 CODES = {
     "unusable-data": "its data cannot be used",
@@ -69,3 +72,11 @@ class Note(str):
 def shared_notes(notes: Sequence[str]) -> list[str]:
     """Return the texts that other machines may receive."""
     return [note.shared for note in notes if isinstance(note, Note) and note.shared]
+
+
+def check_data_path(path: Path) -> None:
+    """Raise :class:`DataError` if the path of a site's data is relative or does not exist."""
+    if not path.is_absolute():
+        raise DataError(f"data = {str(path)!r} in the node config: it must be an absolute path", "no-data")
+    if not exists(path):
+        raise DataError(f"{path}: this file or directory does not exist (data in the node config)", "no-data")

@@ -28,7 +28,7 @@ from posy.data.agreement import (
 from posy.data.columns import Columns, names_in
 from posy.data.dataset import Content, Dataset, bytes_of, make_dataset
 from posy.data.encoding import Categories, Encoder, encoder_in, table_facts
-from posy.data.errors import DataError, Note
+from posy.data.errors import DataError, Note, check_data_path
 from posy.data.labels import label_name, renumbered
 from posy.data.partitions import Partition, finished
 from posy.data.policy import Policy
@@ -41,7 +41,6 @@ from posy.data.text import MAX_LENGTH, hashed
 from posy.data.transforms import shape_text
 from posy.data.values import as_features, channel_moments, check_reach, moments
 from posy.metrics import CLASSES, VALUES
-from posy.paths import exists
 
 
 def read_site(path: Path, settings: DataSettings, policy: Policy, skip_unreadable: bool = False) -> Content:
@@ -52,10 +51,7 @@ def read_site(path: Path, settings: DataSettings, policy: Policy, skip_unreadabl
     DataError
         If the path is not absolute, or the data cannot be used.
     """
-    if not path.is_absolute():
-        raise DataError(f"data = {str(path)!r} in the node config: it must be an absolute path", "no-data")
-    if not exists(path):
-        raise DataError(f"{path}: this file or directory does not exist (data in the node config)", "no-data")
+    check_data_path(path)
     if policy.split_column and "split-column" not in named_columns(path):
         raise DataError(
             f"{path}: data in this format does not identify patients; remove split-column = {policy.split_column!r} "

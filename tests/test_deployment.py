@@ -190,10 +190,22 @@ def test_a_single_key_names_its_node(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     commands: list[list[str]] = []
     monkeypatch.setattr("os.execve", lambda program, command, environment: commands.append(command))
     words = ["--root-certificates", str(tmp_path / "ca.pem"), "--key", str(tmp_path / "site-a.key")]
+    (tmp_path / "site-a.csv").touch()
     for more in ([], ["--stock"]):
-        main(["supernode", *words, *more, "data=/srv/{name}", "state-dir=/state/{name}"])
+        main(["supernode", *words, *more, f"data={tmp_path}/{{name}}.csv", "state-dir=/state/{name}"])
         config = commands[-1][commands[-1].index("--node-config") + 1]
-        assert config == 'data="/srv/site-a" state-dir="/state/site-a"'
+        assert config == f'data="{tmp_path}/site-a.csv" state-dir="/state/site-a"'
+
+
+@pytest.mark.parametrize(
+    ("path", "message"), [("/srv/absent.csv", "does not exist"), ("a.csv", "must be an absolute path")]
+)
+def test_a_node_does_not_start_without_its_data(path: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["supernode", "--insecure", f"data={path}"]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert path in error
+    assert message in error
+    assert "in the node config" in error
 
 
 def test_the_page_of_a_site_lists_every_node_config_key() -> None:

@@ -99,10 +99,21 @@ def node_configs(words: Sequence[str], names: Sequence[str]) -> list[list[str]]:
     ]
 
 
-def check_policy(node_config: Mapping[str, str], *, stock: bool, signed: bool) -> None:
-    """Check the policy of a node with data before the node starts; reject a stock node that the policy forbids."""
-    from posy.client_app.policy import site_policy  # noqa: PLC0415 - imports Flower
+def check_data(node_config: Mapping[str, str], *, stock: bool, signed: bool) -> None:
+    """Check the path and the policy of a node's data before the node starts.
 
+    Raises
+    ------
+    DataError
+        If the path is relative or does not exist.
+    SettingsError
+        If the policy cannot be used, or forbids a stock node.
+    """
+    from posy.client_app.policy import site_policy  # noqa: PLC0415 - imports Flower
+    from posy.data.errors import check_data_path  # noqa: PLC0415 - imports NumPy
+
+    if "data" in node_config:
+        check_data_path(Path(node_config["data"]))
     policy = site_policy(node_config)
     if stock and policy is not None and not (policy.code == "any" or (policy.code == "signed" and signed)):
         raise SettingsError(

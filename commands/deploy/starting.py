@@ -169,7 +169,7 @@ def node_command(options: NodeOptions) -> tuple[list[str], Mapping[str, str]]:
         words += ["--trusted-entities", str(options.trusted_entities.absolute())]
     signed = options.trusted_entities is not None
     for pairs in configs:
-        shared.check_policy(dict(pair.split("=", 1) for pair in pairs), stock=stock, signed=signed)
+        shared.check_data(dict(pair.split("=", 1) for pair in pairs), stock=stock, signed=signed)
     environment = shared.flower_environment(home) | ({REFUSE: "1"} if options.refuse_foreign_code else {})
     return [sys.executable, "-P", "-m", f"posy.deploy.{'stock' if stock else 'node'}", *words], environment
 
