@@ -186,6 +186,18 @@ def program_checks() -> str:
     return f"{table(columns, rows)}\n\nThese methods have no check:\n\n{table(['`method`', 'reason'], missing)}"
 
 
+def revealed() -> str:
+    """Return the values that each method reveals to the server, with the protections that the method supports."""
+    names: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for method, card in cards().items():
+        cls = settings_class(method)
+        modes = ", ".join(mode for mode in MODES if cls.refused_privacy(mode) is None)
+        row = card.reveals, modes or "none", "no" if cls.sums else "yes"
+        names[row].append(f"[`{method}`](../methods/{method}.md)")
+    rows = ([", ".join(links), *row] for row, links in names.items())
+    return table(["method", "the server learns", "modes of `dp`", "`secure-aggregation`"], rows)
+
+
 def method_page(method: str, card: MethodCard) -> str:
     """Return the page of a method, from its card, the docstring of its module and its settings class."""
     cls: type[MethodSettings] = settings_class(method)
@@ -291,6 +303,8 @@ def messages(card: MethodCard, cls: type[MethodSettings]) -> str:
             f"{direction}:\n\n{table(['array', 'shape', 'meaning'], rows)}" if arrays else f"{direction} no arrays."
         )
     supported = {f"`dp={mode}`": cls.refused_privacy(mode) for mode in MODES} | {"`secure-aggregation`": cls.sums}
+    if card.returned:
+        parts.append(f"From a reply, the server learns {card.reveals}.")
     if card.sent or card.returned:
         parts.append(
             "d is the number of parameters, M the number of clients, and C the number of classes. "
@@ -680,6 +694,7 @@ MAKERS = (
     metrics,
     bibliography,
     program_checks,
+    revealed,
     leaderboard,
     leaderboard_tuned,
     newcomers_digits,

@@ -57,6 +57,7 @@ class APFLSettings(MethodSettings, robust=True):
         ),
         sent={"model (d,)": "the server's model w"},
         returned={"model (d,)": "the trained global model w_i"},
+        reveals="the client's model",
         server_state={"model": "the server's model w (d,)"},
         client_state={
             "own": "the personal model v_i (d,)",

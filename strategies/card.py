@@ -66,6 +66,8 @@ class MethodCard:
         Each equation or algorithm line that the code implements, with its number in the paper.
     sent, returned : mapping of str to str
         Arrays of the server's message and of a client's reply, in order: names and shapes, mapped to meanings.
+    reveals : str
+        The values that the server learns from a client's reply, and the conclusions that it can draw from them.
     server_state, client_state : mapping of str to str
         Arrays that each side stores between rounds: names in the code, mapped to meanings.
     scored : str
@@ -82,6 +84,7 @@ class MethodCard:
     equations: tuple[str, ...]
     sent: Mapping[str, str]
     returned: Mapping[str, str]
+    reveals: str
     server_state: Mapping[str, str]
     client_state: Mapping[str, str]
     scored: str

@@ -67,6 +67,7 @@ class CFLSettings(
         ),
         sent={"model (d,)": "the model θ_c of the client's cluster"},
         returned={"model (d,)": "the trained model θ_c + Δθ_i"},
+        reveals="the client's model, and thus which clients are similar",
         server_state={
             "model": "the model of cluster 0 (d,)",
             "split_off": "the models of the other clusters (k, d), in the order of the splits that created them",

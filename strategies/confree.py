@@ -50,6 +50,7 @@ class ConFREESettings(FedRepSettings, robust="its server weights updates by the 
         ),
         sent={"model (d,)": "the shared body θ"},
         returned={"model (d,)": "the trained body θ + Δ_i"},
+        reveals="the body, and thus which updates conflict; the head stays on the client",
         server_state={"model": "the shared body θ (d,)"},
         client_state={"personal": "the client's head"},
         scored="The served model, because the authors' program is built on PFLlib, whose FedRep scores the received "

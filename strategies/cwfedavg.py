@@ -88,6 +88,8 @@ class CwFedAvgSettings(
             "model (d,)": "the trained model w_i",
             "distribution (C,)": "empirical class distribution p_i; only with `cwfedavg-distribution=empirical`",
         },
+        reveals="the client's model, and its share of each class, which the server computes from the output weights; "
+        "with `cwfedavg-distribution=empirical`, the client sends the shares",
         server_state={
             "model": "layers averaged over all clients (d_a,)",
             "class_models": "class models w_j^G of the class-wise layers (C, d_cw)",

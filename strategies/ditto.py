@@ -61,6 +61,7 @@ class DittoSettings(MethodSettings, robust=True):
         ),
         sent={"model (d,)": "the global model w^t"},
         returned={"model (d,)": "the trained global model w_k"},
+        reveals="the client's model",
         server_state={"model": "the global model w (d,)"},
         client_state={"model": "the personal model v_k (d,)"},
         scored="The local model, because the paper and its program score v_k.",

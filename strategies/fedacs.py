@@ -64,6 +64,7 @@ class FedACSSettings(MethodSettings, robust="its server mixes a model for each c
         ),
         sent={"model (d,)": "the client's intermediate model u_i"},
         returned={"model (d,)": "the trained model w_i"},
+        reveals="the client's model, which the server stores, and thus which clients are similar",
         server_state={
             "seen": "clients with a trained model, sorted (m,)",
             "models": "their latest models w_i (m, d)",

@@ -35,6 +35,7 @@ class FedALASettings(MethodSettings, robust=True, point="served"):
         ),
         sent={"model (d,)": "the global model Θ"},
         returned={"model (d,)": "the client's model Θ_i after training"},
+        reveals="the client's model",
         server_state={"model": "the global model Θ (d,)"},
         client_state={
             "model": "the client's model Θ_i after its last training (d,)",

@@ -52,6 +52,7 @@ class FedAMPSettings(MethodSettings, robust="its server mixes a model for each c
         ),
         sent={"model (d,)": "u_i; for a client without a model, the mean of all models or the initial model"},
         returned={"model (d,)": "the trained model w_i"},
+        reveals="the client's model, which the server stores, and thus which clients are similar",
         server_state={
             "seen": "the clients that have trained (m,)",
             "models": "their latest models (m, d)",

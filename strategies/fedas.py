@@ -72,6 +72,7 @@ class FedASSettings(
             "model (b,)": "the trained body θ_i",
             "fisher ()": "mean of ‖∇ mean log p‖² over mini-batches, weighted by their sizes",
         },
+        reveals="the body, and the trace of its Fisher information, which shows the progress of the client's training",
         server_state={"model": "the shared body θ (b,)"},
         client_state={
             "personal": "the client's head (h,)",

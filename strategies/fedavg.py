@@ -25,6 +25,7 @@ class FedAvgSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):
         ),
         sent={"model (d,)": "the server's model w"},
         returned={"model (d,)": "the trained model w_i"},
+        reveals="the client's model",
         server_state={"model": "the server's model w (d,)"},
         client_state={},
         scored="The served model, because the paper evaluates the averaged model on test data, before any local "

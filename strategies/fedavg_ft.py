@@ -31,6 +31,7 @@ CARD = MethodCard(
     ),
     sent={"model (d,)": "the server's model w"},
     returned={"model (d,)": "the trained model w_i; nothing in fine-tuning rounds"},
+    reveals="the client's model",
     server_state={"model": "the server's model w (d,)"},
     client_state={"model": "the fine-tuned model w_i (d,), in fine-tuning rounds"},
     scored="The local model, because the papers on FedDRM, PPFE and cwFedAvg score the model after fine-tuning.",

@@ -31,6 +31,7 @@ class FedBABUSettings(FedAvgFTSettings, dp_sgd=True, robust=True):
         ),
         sent={"model (s,)": "the shared body: all layers but the head"},
         returned={"model (s,)": "the client's body after training; nothing in fine-tuning rounds (`fedbabu-rounds`)"},
+        reveals="the body; the head stays on the client",
         server_state={"model": "the shared body (s,)"},
         client_state={},
         scored=(

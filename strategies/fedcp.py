@@ -38,6 +38,8 @@ class FedCPSettings(MethodSettings, robust=True, point="served"):
         ),
         sent={"model (s,)": "body, policy and global head"},
         returned={"model (s,)": "trained body and policy, and the mean of both heads"},
+        reveals="the body and the policy, and the client's head, which the server can compute from the mean of both "
+        "heads",
         server_state={"model": "body, policy and global head (s,)"},
         client_state={"personal": "the client's personal head, flat"},
         scored="The served model, because the authors' program evaluates before local training (servercp.py, "

@@ -67,6 +67,8 @@ class FedDRMSettings(MethodSettings, robust=True, point="served"):
         ),
         sent={"model (d_s,)": "body, both branches and the client classifier"},
         returned={"model (d_s,)": "the same layers after local training"},
+        reveals="the shared layers and the client branch, which predicts a sample's client; the classifier stays on "
+        "the client",
         server_state={"model": "shared layers (d_s,)"},
         client_state={"personal": "class classifier (α_i, β_i)"},
         scored="The served model, because the authors score the averaged layers with each client's classifier before "

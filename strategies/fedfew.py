@@ -124,6 +124,7 @@ class FedFewSettings(
             "models (K, d)": "Δ_ik, the trained models minus the models that the client received",
             "losses (K,)": "L_ik, mean training loss of each model over the last local epoch",
         },
+        reveals="K updates and K training losses, and thus which models suit the client",
         server_state={
             "models": "the K models (K, d)",
             "losses": "last training losses of each client, for figures (M, K)",

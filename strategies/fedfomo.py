@@ -64,6 +64,8 @@ class FedFomoSettings(MethodSettings, robust="its server passes individual model
             "model (d,)": "the trained model",
             "weights (1 + k,)": "the weights w_n of Eq. 3: the client's own model first, then the models it received",
         },
+        reveals="the client's model, which the server stores and sends to other clients, and weights of the other "
+        "clients' models, which show which clients are similar",
         server_state={
             "seen": "the clients that have trained (m,)",
             "models": "their latest models (m, d)",

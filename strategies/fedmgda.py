@@ -52,6 +52,7 @@ class FedMGDASettings(MethodSettings, robust="its server weights updates by the 
         ),
         sent={"model (d,)": "the server's model w"},
         returned={"model (d,)": "the trained model w_i"},
+        reveals="the client's model, and thus which updates conflict",
         server_state={"model": "the server's model w (d,)"},
         client_state={},
         scored="The served model, because the paper scores the server's model on each client's test samples.",

@@ -53,6 +53,7 @@ class FedMTLSettings(
         ),
         sent={"model (d,)": "the anchor −Σ_{j≠i} Ω_ij w_j / Ω_ii; λ Ω_ii is in the message's config"},
         returned={"model (d,)": "the trained model w_i"},
+        reveals="the client's model, which the server stores, and thus which clients are similar",
         server_state={
             "seen": "the clients that have trained (m,)",
             "models": "their latest models (m, d)",

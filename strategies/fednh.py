@@ -72,6 +72,7 @@ class FedNHSettings(
             "model (d,)": "the trained body θ_i, with the received head",
             "directions (C, D)": "n_ic / n_i · μ_ic, the mean direction of each class times the class's share",
         },
+        reveals="the body, and for each class its share of the samples and the mean direction of its features",
         server_state={"model": "the body θ, and the prototypes W as its head (d,)"},
         client_state={},
         scored="The local model, which is the trained body with the prototypes used in training. The paper reports it "

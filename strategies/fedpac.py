@@ -103,6 +103,8 @@ class FedPACSettings(
             "variance ()": "V_i, the variance of the mean of (one-hot label) × feature, for the served body",
             "products (C, D)": "h_i, class means times class shares, for the served body",
         },
+        reveals="the client's body and head, the number of samples and the mean features of each class, the variance "
+        "of the features, and thus which clients are similar",
         server_state={
             "model": "the shared body θ (b,)",
             "prototypes": "the global class means c (C, D)",

@@ -27,6 +27,7 @@ class FedPerSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):
         ),
         sent={"model (s,)": "the base layers W_B"},
         returned={"model (s,)": "the client's base layers after training"},
+        reveals="the shared layers; the other layers stay on the client",
         server_state={"model": "the base layers W_B (s,)"},
         client_state={"personal": "the client's personalisation layers W_P,j, flat"},
         scored=(

@@ -78,6 +78,7 @@ class FedProtoSettings(
             "prototypes (C, D)": "the client's prototypes c_ij; the served prototype for a class that the client lacks",
             "counts (C,)": "number of training samples n_ij per class",
         },
+        reveals="the number of samples and the mean features of each class; no model",
         server_state={
             "prototypes": "the global prototypes c (C, D)",
             "known": "1 for each class that has a prototype (C,)",

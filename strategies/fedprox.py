@@ -40,6 +40,7 @@ class FedProxSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):
         equations=(EQUATION, "w^{t+1} ← Σ_k (n_k / n) w_k over the clients of the round (Algorithm 2)"),
         sent={"model (d,)": "the server's model w^t"},
         returned={"model (d,)": "the trained model w_k"},
+        reveals="the client's model",
         server_state={"model": "the server's model w (d,)"},
         client_state={},
         scored="The served model, because the paper and its program score the averaged model.",

@@ -34,6 +34,7 @@ class FedRepSettings(MethodSettings, robust=True, point="served"):
         ),
         sent={"model (s,)": "the shared body φ: all layers but the head"},
         returned={"model (s,)": "the client's body φ_i after training"},
+        reveals="the body; the head stays on the client",
         server_state={"model": "the shared body φ (s,)"},
         client_state={"personal": "the client's head h_i, flat"},
         scored=(

@@ -52,6 +52,7 @@ class FedUVSettings(MethodSettings, robust=True, point="served"):
         ),
         sent={"model (d,)": "the server's model θ"},
         returned={"model (d,)": "the trained model θ_i"},
+        reveals="the client's model",
         server_state={"model": "the server's model θ (d,)"},
         client_state={},
         scored="The served model, because the authors' program tests the averaged model.",

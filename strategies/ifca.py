@@ -53,6 +53,7 @@ class IFCASettings(
             "model (d,)": "the trained model of the chosen cluster",
             "cluster ()": "the number j_i of this cluster",
         },
+        reveals="a model and the number of its cluster, and thus which clients are similar",
         server_state={"models": "the cluster models (K, d)"},
         client_state={},
         scored="The served model, because the authors' programs score, for each client, the cluster model with the "

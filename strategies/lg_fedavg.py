@@ -31,6 +31,7 @@ class LGFedAvgSettings(MethodSettings, dp_sgd=True, robust=True, point="served")
         ),
         sent={"model (s,)": "the shared top layers θ_g"},
         returned={"model (s,)": "the client's top layers after training"},
+        reveals="the shared layers; the other layers stay on the client",
         server_state={"model": "the shared top layers θ_g (s,)"},
         client_state={"personal": "the client's lower layers θ_ℓ, flat"},
         scored=(

@@ -24,6 +24,7 @@ class LocalSettings(MethodSettings, robust="its clients do not send a model"):
         equations=("w_i ← w_i − η ∇f_i(w_i; b) for each mini-batch b; every round starts from the last w_i",),
         sent={},
         returned={},
+        reveals="only the values in every reply",
         server_state={},
         client_state={"model": "the client's model w_i (d,)"},
         scored="The local model, because it is a client's only model.",

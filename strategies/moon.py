@@ -52,6 +52,7 @@ class MOONSettings(MethodSettings, robust=True, point="served"):
         ),
         sent={"model (d,)": "the server's model w"},
         returned={"model (d,)": "the trained model w_i"},
+        reveals="the client's model",
         server_state={"model": "the server's model w (d,)"},
         client_state={"model": "the client's model after its last training (d,)"},
         scored="The served model, because the authors' program tests the averaged model.",

@@ -82,6 +82,7 @@ class PerFedAvgSettings(MethodSettings, robust=True):
         ),
         sent={"model (d,)": "the server's model w"},
         returned={"model (d,)": "the trained model w_i"},
+        reveals="the client's model",
         server_state={"model": "the server's model w (d,)"},
         client_state={},
         scored="The local model, because the paper scores w after one step on the client's data.",

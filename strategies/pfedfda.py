@@ -67,6 +67,8 @@ class PFedFDASettings(
             "means (C, D)": "the client's class means μ, interpolated between the local and the global means",
             "covariance (D, D)": "the client's covariance Σ, interpolated between the local and the global covariance",
         },
+        reveals="the body, the means and covariance of the features (mixed with the global values), and which classes "
+        "have more than `pfedfda-folds` samples",
         server_state={
             "model": "the shared body (s,)",
             "means": "the global class means μ_g (C, D)",

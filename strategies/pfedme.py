@@ -96,6 +96,7 @@ class PFedMeSettings(MethodSettings, robust=True):
         ),
         sent={"model (d,)": "the global model w"},
         returned={"model (d,)": "the client's w_i; nothing if the client is not in the round's sample"},
+        reveals="the client's model",
         server_state={"model": "the global model w (d,)"},
         client_state={"model": "the personal model θ_i (d,), or w_i with `pfedme-scored=w`"},
         scored=(

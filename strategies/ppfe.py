@@ -162,6 +162,8 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
             "finished-1, finished-2, … (d_s,)": "shared layers of each finished stage that the client lacks, in order",
         },
         returned={"model (d_t,)": "the trained shared layers of the current stage"},
+        reveals="the shared layers; without secure aggregation also a coefficient for each finished stage, which "
+        "shows how well the stage fits the client",
         server_state={
             "rounds_done": "number of successful rounds of the current stage",
             "model": "shared layers of the current stage (d_t,)",

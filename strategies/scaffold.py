@@ -68,6 +68,7 @@ class SCAFFOLDSettings(
         ),
         sent={"model (d,)": "the server's model x", "control (d,)": "the server's control variate c"},
         returned={"model (d,)": "the trained model y_i", "control (d,)": "the change c_i⁺ − c_i"},
+        reveals="the client's model, and the change of its mean gradient",
         server_state={
             "model": "the server's model x (d,)",
             "control": "the server's control variate c (d,)",

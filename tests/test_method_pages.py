@@ -108,7 +108,7 @@ def test_card_is_complete(method: str) -> None:
     card = card_of(method)
     if card.paper is not None:
         assert all(vars(card.paper).values()) and card.paper.url.startswith("https://")
-    assert card.equations and card.scored
+    assert card.equations and card.reveals and card.scored
     for texts in (card.equations, card.deviations):
         assert isinstance(texts, tuple) and all(text.strip() for text in texts)
     for entries in (card.sent, card.returned, card.server_state, card.client_state):
@@ -174,6 +174,7 @@ class ExampleSettings(MethodSettings):
         equations=("w ← f(w | x) (Eq. 3; Algorithm 1, line 2)", "a step without a number"),
         sent={"model (d,)": "the model w"},
         returned={},
+        reveals="the client's model",
         server_state={"model": "the model w (d,)"},
         client_state={},
         scored="The local model.",
