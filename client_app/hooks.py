@@ -49,7 +49,8 @@ class ClientHooks:
     architecture, layout : Architecture, Layout
         The method's network, and the order of its tensors in the flat vector.
     shared, personal : Part
-        The part of the flat vector that the client sends, and the part that it stores.
+        The part of the flat vector that the client sends, and the part that it stores. ``shared.take(model)`` returns a
+        part of a model ``(d,)``, and ``shared.put(model, values)`` replaces it.
     round, lr : int, float
         The round and its learning rate.
     """
@@ -117,7 +118,20 @@ class ClientHooks:
     # -- helpers for methods -------------------------------------------------------------------------
 
     def share(self, trained: Trained) -> Result:
-        """Store the personal layers of a trained model. Return its shared layers as the update, and the full model."""
+        """Store a trained model's personal layers, and return its shared layers as the update, with the full model.
+
+        ``local_round`` can end with ``return self.share(trained)``.
+
+        Parameters
+        ----------
+        trained : Trained
+            The result of ``yield Train(...)``.
+
+        Returns
+        -------
+        tuple
+            The :class:`~posy.strategies.replies.Update`, and the model for predictions.
+        """
         self.keep_personal(trained.parameters)
         update = Update({"model": self.shared.take(trained.parameters)}, trained.loss)
         return update, self.plain(trained.parameters)

@@ -22,8 +22,9 @@ def check_code(method: str, settings: type[MethodSettings], strategy: type[Any],
     Raises
     ------
     SettingsError
-        If a hook is misspelt or has the wrong parameters, if ``local_round`` is not a generator, or if a class
-        overrides ``aggregate`` or ``local_round`` but the settings do not declare ``returned``.
+        If a hook is misspelt or has the wrong parameters, if ``local_round`` is not a generator, if a class overrides
+        ``aggregate`` or ``local_round`` but the settings do not declare ``returned``, or if a class overrides
+        ``mean_weights`` but the settings declare that the method supports secure aggregation.
     """
     prefix = f"method = {quoted(method)}"
     for cls, base in zip((settings, strategy, client), BASES, strict=True):
@@ -32,6 +33,12 @@ def check_code(method: str, settings: type[MethodSettings], strategy: type[Any],
                 _check_names(prefix, kind, base)
                 _check_parameters(prefix, kind, base)
     _check_returned(prefix, settings, strategy, client)
+    if strategy.mean_weights is not PersonalisedStrategy.mean_weights and not settings.sums:
+        raise SettingsError(
+            f"{prefix}: {strategy.__name__}.mean_weights needs each client's update, which secure aggregation hides; "
+            f"in {settings.__name__}.returned, replace sums=True with a reason, such as "
+            'sums="the server weights each update"'
+        )
     if not inspect.isgeneratorfunction(client.local_round):
         raise SettingsError(
             f"{prefix}: {client.__name__}.local_round is not a generator; it must yield its training requests, as in "

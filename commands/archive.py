@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from posy.report.recorded import client_rows
-from posy.server_app.resume import read_summary
+from posy.server_app.resume import CODE, read_summary
 from posy.settings import SettingsError
 from posy.storage import replace
 from posy.strategies.registry import current_keys, declared_for
@@ -45,8 +45,8 @@ class Place(Protocol):
     def summary(self, *status: str) -> dict[str, Any] | None:
         """Return the summary of the cell's run, or None if the settings differ or the status is not in ``status``."""
 
-    def fits(self, ran: Mapping[str, Any]) -> bool:
-        """Return whether a run's settings ``ran`` match this cell."""
+    def fits(self, ran: Mapping[str, Any], code: Mapping[str, str] | None = None) -> bool:
+        """Return whether a run's settings ``ran`` and the digests of its custom code match this cell."""
 
 
 P = TypeVar("P", bound=Place)
@@ -62,7 +62,7 @@ def restore(folder: Path, cells: Iterable[P]) -> list[P]:
         if cell.summary(*ENDED) is not None or read_summary(cell.path).get("status") == "running":
             continue
         line = lines.get(cell.name)
-        if line is not None and cell.fits(line["config"]["settings"]):
+        if line is not None and cell.fits(line["config"]["settings"], line["config"].get(CODE)):
             write(cell.path, line)
         else:
             missing_cells.append(cell)

@@ -41,12 +41,13 @@ from posy.report.comparison import (
     scores_by_block,
 )
 from posy.server_app.progress import central_scores, coverage, duration, members_of, metric_in, size
-from posy.server_app.resume import RAN_ON, StoredRun, read_summary
+from posy.server_app.resume import CODE, RAN_ON, StoredRun, read_summary
 from posy.settings import COMMAND_LINE, Scalar, SettingsError, quoted, set_in
 from posy.signals import interruptible
 from posy.strategies.methods import METHODS
 from posy.strategies.registry import (
     check_own,
+    code_digests,
     declared_for,
     effective,
     lowered,
@@ -153,20 +154,43 @@ class Cell:
         if summary.get("status") not in (status or ("completed",)):
             return None
         try:
-            run_settings: dict[str, Any] = read_yaml(self.path / "config.yaml")["settings"]
+            config = read_yaml(self.path / "config.yaml")
+            run_settings: dict[str, Any] = config["settings"]
         except (SettingsError, LookupError):  # missing or damaged: Posy repeats the run
             return None
         # A run writes its status before it computes the system accuracy. A diverged run has no system accuracy.
         lacks_accuracy = run_settings.get("system-accuracy") == "on" and run_settings.get("save-models", True)
         lacks_accuracy = lacks_accuracy and summary["system-accuracy"] is None and summary["status"] == "completed"
-        return summary if self.fits(run_settings) and not lacks_accuracy else None
+        return summary if self.fits(run_settings, config.get(CODE)) and not lacks_accuracy else None
 
-    def fits(self, ran: Mapping[str, Any]) -> bool:
-        """Return whether a run's settings match this cell in every key that affects the results."""
+    @cached_property
+    def code(self) -> dict[str, str]:
+        """Digests of the cell's custom code, keyed by setting."""
+        return code_digests({key: value for key, (value, _) in self.decisive.items()})
+
+    def fits(self, ran: Mapping[str, Any], code: Mapping[str, str] | None = None) -> bool:
+        """Return whether a run's settings match this cell in every key that affects the results.
+
+        If the record of the run contains digests of its custom code, they must match, too.
+        """
+        if code is not None and code != self.code:
+            return False
         if ran.get("method") != self.decisive["method"][0]:
             return False
         decided = normalised(ran)
         return all(decided.get(key, before) == wanted for key, (wanted, before) in self.decisive.items())
+
+    @property
+    def changed_code(self) -> list[str]:
+        """The settings whose custom code has changed since the cell's run finished with these settings."""
+        if read_summary(self.path).get("status") not in ENDED:
+            return []
+        try:
+            config = read_yaml(self.path / "config.yaml")
+            code = config.get(CODE, self.code) if self.fits(config["settings"]) else self.code
+        except (SettingsError, LookupError):  # missing or damaged
+            return []
+        return [key for key in self.code if code.get(key) != self.code[key]]
 
     @property
     def resume_settings(self) -> dict[str, Scalar] | None:
@@ -179,7 +203,7 @@ class Cell:
             stored = StoredRun.find(config, self.name)
         except SettingsError:  # no usable checkpoint
             return None
-        return config if stored is not None and self.fits(stored.settings) else None
+        return config if stored is not None and self.fits(stored.settings, stored.ran_on.get(CODE)) else None
 
     @cached_property
     def decisive(self) -> dict[str, tuple[Scalar, Scalar]]:
@@ -547,6 +571,10 @@ def run_cells(plan: Plan, jobs: int, begin: "Start | None" = None) -> dict[str, 
     total, done = len(plan.cells), len(plan.cells) - len(waiting)
     if done:
         print(f"{done} of {total} runs are already finished", flush=True)
+    repeated = {cell: keys for cell in waiting if (keys := cell.changed_code)}
+    if repeated:
+        codes = sorted({f"{key} = {cell.decisive[key][0]}" for cell, keys in repeated.items() for key in keys})
+        print(f"{counted(len(repeated), 'run')} will be repeated, because the code has changed: {', '.join(codes)}")
     running: dict[Cell, Running] = {}
     failures: dict[str, str] = {}
     estimate = Estimate(jobs)

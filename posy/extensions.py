@@ -1,6 +1,7 @@
 """Load custom code: functions and classes from the user's files or from installed packages."""
 
 import ast
+import hashlib
 import importlib
 import importlib.util
 import sys
@@ -10,7 +11,7 @@ from traceback import walk_tb
 from types import FrameType, ModuleType
 from typing import Any
 
-from posy.paths import absolute, is_file
+from posy.paths import absolute, is_file, sha256_of
 from posy.settings import CUSTOM_NAME, SettingsError, quoted
 
 BUNDLED = "own"
@@ -75,6 +76,21 @@ def local_imports(file: Path) -> list[Path]:
                 files += new_files
                 queue += new_files
     return files
+
+
+def code_digest(text: str) -> str:
+    """Return the SHA-256 of the file of ``module:name`` and of its local imports; empty for an installed module."""
+    file = _BUNDLE / located(text).rpartition(":")[0]
+    if not is_file(file):
+        return ""
+    try:
+        files = local_imports(file)
+    except SyntaxError:  # importing the file reports the error
+        files = [file]
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(f"{path.relative_to(file.parent).as_posix()} {sha256_of(path)}\n".encode())
+    return digest.hexdigest()
 
 
 def module_of(text: str, key: str) -> ModuleType:

@@ -22,6 +22,7 @@ from posy.storage import DamagedFileError, plain, read_arrays, read_json, sync, 
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.server_state import load_state
 from posy.strategies.settings import Settings
+from posy.words import counted
 
 MAX_CHECKPOINTS = 2
 """Number of checkpoints kept on disk: the newest and a spare."""
@@ -196,6 +197,8 @@ def resumption(
             f"resume = {run.resume!r}: all of the run's {last_round} rounds are complete"
             + ("; patience has ended it" if end else "; to continue the run, set a larger num-server-rounds")
         )
+    if note := stored.code_note(settings):
+        log(WARNING, "%s; it has trained %s with the earlier code", note, counted(last_round, "round"))
     entry = {
         "round": last_round,
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),

@@ -22,6 +22,7 @@ from flwr.common.logger import log
 from posy.flower import versions
 from posy.settings import SettingsError
 from posy.storage import is_folder_name, lock, plain, replace, sync
+from posy.strategies.registry import code_digests
 from posy.yaml12 import dump
 
 Status = Literal["running", "completed", "stopped", "failed", "diverged"]
@@ -85,12 +86,12 @@ class RunDirectory:
             self._lock = -1
 
     def write_config(self, settings: Mapping[str, Any], gpu: str | None = None, **more: Any) -> None:
-        """Write ``config.yaml`` with the settings, versions, the machine and its GPU, and the entries in ``more``."""
+        """Write ``config.yaml``: the settings, the entries in ``more``, and facts about the code and the machine."""
         content = {
             "settings": settings,
             "seed": settings.get("seed"),
             "id": self.id,
-            **{key: value for key, value in more.items() if value},
+            **{key: value for key, value in ({"code": code_digests(settings)} | more).items() if value},
             "versions": versions(),
             "machine": {"system": platform.platform(), "cpu": cpu_model(), "cpus": os.cpu_count(), "gpu": gpu},
         }

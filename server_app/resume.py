@@ -10,7 +10,7 @@ from typing import Any
 from posy.paths import absolute
 from posy.settings import SettingsError
 from posy.storage import is_folder_name, plain, read_json
-from posy.strategies.registry import current_keys, declared_for, with_experiment
+from posy.strategies.registry import code_digests, current_keys, declared_for, with_experiment
 from posy.strategies.run_settings import OFF, RunSettings
 from posy.strategies.settings import Settings
 from posy.yaml12 import read_yaml
@@ -20,6 +20,8 @@ WITHOUT_MODEL = "without-final-model"
 """Key in ``summary.json`` that lists the clients of a completed run whose final models have not been delivered."""
 RAN_ON = ("machine", "versions")
 """Keys in ``config.yaml`` that describe the machine and software of a run."""
+CODE = "code"
+"""Key in ``config.yaml`` with the digests of the run's custom code, if it has any."""
 _CHECKPOINT = re.compile(r"round-(\d+)")
 
 
@@ -34,7 +36,7 @@ class StoredRun:
     damage: str = ""
     """Why its ``config.yaml`` cannot be used, or an empty string if the file matches the run."""
     ran_on: Mapping[str, Any] = field(default_factory=dict)
-    """The ``machine`` and ``versions`` in its ``config.yaml``, if the file matches the run."""
+    """The ``machine``, the ``versions`` and the ``code`` in its ``config.yaml``, if the file matches the run."""
 
     @classmethod
     def find(cls, user_settings: Mapping[str, Any], where: str) -> "StoredRun | None":
@@ -87,7 +89,7 @@ class StoredRun:
                     f"resume = {name!r}: {path / CONFIG} was edited: {edited}. Restore it, or delete "
                     "the file so that Posy rewrites it; change settings on the command line"
                 )
-        ran_on = {} if damage else {key: config[key] for key in RAN_ON if key in config}
+        ran_on = {} if damage else {key: config[key] for key in (*RAN_ON, CODE) if key in config}
         return cls(path, record["run"], current_keys(record["settings"]), record["resumed"], damage, ran_on)
 
     def check(self, settings: Settings) -> dict[str, Any]:
@@ -104,6 +106,16 @@ class StoredRun:
                 + (rounds_note if depends_on_length(settings) else "")
             )
         return changed
+
+    def code_note(self, settings: Settings) -> str:
+        """Return a warning that custom code has changed since the run started; empty if it has not changed."""
+        config = settings.as_config()
+        digests = code_digests(config)
+        earlier = self.ran_on.get(CODE, digests)
+        changed = [f"{key} = {config[key]!r}" for key in sorted(digests) if digests[key] != earlier.get(key)]
+        if not changed:
+            return ""
+        return f"resume = {self.path.name!r}: the code of {', '.join(changed)} has changed since the run started"
 
 
 def refused_changes(run_settings: Mapping[str, Any], settings: Settings) -> tuple[dict[str, Any], list[str]]:

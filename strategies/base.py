@@ -29,7 +29,6 @@ from posy.strategies.newcomers import NewcomerPhase
 from posy.strategies.replies import (
     ClientInfo,
     Update,
-    num_examples,
     stacked,
     weighted_mean,
 )
@@ -96,7 +95,8 @@ class PersonalisedStrategy(ServerHooks, Strategy):
         name : str
             The name of the array to combine.
         """
-        models, weights = stacked(updates, name), num_examples(updates)
+        models = stacked(updates, name)
+        weights = self.mean_weights(updates) * [update.weight_factor for update in updates]
         if self.influence.rule is None:
             return weighted_mean(models, weights)
         start = self.serve(updates[0].client)[name]

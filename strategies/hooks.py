@@ -111,7 +111,12 @@ class ServerHooks:
         raise NotImplementedError
 
     def mean_weights(self, updates: list[Update]) -> npt.NDArray[np.float64]:
-        """Return the clients' weights in the server's mean ``(M,)``, before ``max-client-weight`` limits them."""
+        """Return the clients' weights in :meth:`~posy.strategies.base.PersonalisedStrategy.mean` ``(M,)``.
+
+        By default, these are the numbers of training samples, or 1 with ``client-weights=uniform``. Afterwards,
+        ``max-client-weight`` limits each client's share. With secure aggregation, the clients weight their updates
+        themselves. A method that overrides this function therefore declares ``sums`` with a reason.
+        """
         return unlimited_weights(updates)
 
     def trains_all(self, server_round: int) -> bool:

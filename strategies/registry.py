@@ -12,7 +12,7 @@ from typing import Any, cast
 from posy.data.published import DATASETS
 from posy.data.settings import BY_CLASS, SITES, DataSettings, located
 from posy.data.task import TITLES
-from posy.extensions import is_custom, key_prefix
+from posy.extensions import code_digest, is_custom, key_prefix
 from posy.extensions import located as located_own
 from posy.metrics import CLASSES
 from posy.models.catalogue import MODELS
@@ -155,6 +155,14 @@ def _read(user_settings: Mapping[str, Any], where: str, stored: Mapping[str, Any
     check_effect(user_settings, settings.as_config(), where)
     check_limits(user_settings, settings.as_config(), where)
     return replace(settings, data=located(settings.data), train=identified(settings.train, settings.data.data_dir))
+
+
+def code_digests(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the digest of each file of custom code on which a run's results depend, keyed by setting."""
+    keys = [key for key, setting in declared([]).items() if setting.custom_kind and setting.decides]
+    custom = {key: text for key in keys if is_custom(text := str(settings.get(key, "")))}
+    digests = {key: code_digest(text) for key, text in custom.items()}
+    return {key: digest for key, digest in digests.items() if digest}
 
 
 def with_experiment(user_settings: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -182,6 +182,10 @@ MISTAKES = {
         "class FedBadClient(PersonalClient):\n    def local_round(self, received, config): return None",
         r"FedBadClient\.local_round is not a generator",
     ),
+    "weights that secure aggregation hides": (
+        "class FedBad(PersonalisedStrategy):\n    def mean_weights(self, updates): return [1.0 for _ in updates]",
+        r"FedBad\.mean_weights needs .*FedBadSettings\.returned, replace sums=True",
+    ),
     "a state that is not an array": (
         "class FedBad(PersonalisedStrategy):\n    state = ('model', 'count')\n"
         "    def initialise(self):\n        super().initialise()\n        self.count = 0",

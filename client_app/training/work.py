@@ -157,28 +157,68 @@ class Train:
     ``objective(net, batch, context)`` is differentiated with respect to the parameters of ``net``. The context is held
     constant. With ``resample``, samples are drawn with replacement, in proportion to their weights, and their losses
     are not weighted. The expected objective is the same, but a large weight does not make a step larger.
+
+    Parameters
+    ----------
+    start : Tensor, (d,) or (K, d)
+        The parameters at which training starts. Training does not change this tensor.
+    objective : callable
+        The objective of a batch; by default the run's loss.
+    context : dict
+        Tensors for the objective that differ between clients or rounds.
+    sample_weight : Tensor, (n,), optional
+        The weights of the client's training samples.
+    resample : bool
+        Whether samples are drawn in proportion to their weights.
+    pull : tuple of Tensor and float, optional
+        An anchor w_0 and a strength s, for the additional term s / 2 * ||w - w_0||^2.
+    rule : Rule, optional
+        Another step direction than the gradient, from ``posy.client_app.training.rules``.
+    offset : Tensor, (d,), optional
+        A vector that is added to each gradient.
+    notes : Tensor, (n, ...), optional
+        Constants of the samples, which the objective reads as ``batch.notes``.
+    bounds : tuple of float, optional
+        Lower and upper bound of the parameters.
+    plain : bool
+        Whether to ignore the settings ``momentum``, ``weight-decay`` and ``max-grad-norm``.
+    measures : bool
+        Whether to use the network's evaluation mode, without augmentation, dropout and class weights. The samples then
+        do not count as training samples.
+    rates : dict
+        Factors of the learning rate, keyed by layer, such as ``{"head": 0.0}``; 0 freezes a layer.
+    mask : Tensor, (d,), optional
+        1 for each parameter that training changes, and 0 for each other parameter.
+    epochs, steps, lr : int, int and float, optional
+        Values to use instead of ``local-epochs``, ``local-steps`` and the round's learning rate.
+    network : Architecture, optional
+        The network to train, if it is not the client's network.
+    stream : int
+        The number of the request in the round, which determines the order of the batches.
+    own_batches : bool
+        Whether each of K models draws its batches separately.
     """
 
-    start: Tensor  # not changed by training
+    start: Tensor
     objective: Objective = classification
     context: Context = field(default_factory=dict)
-    sample_weight: Tensor | None = None  # (n,)
+    sample_weight: Tensor | None = None
     resample: bool = False
-    pull: Pull | None = None  # or a pair of anchor w_0 and strength s, for the term s / 2 * ||w - w_0||^2
-    rule: Rule | None = None  # from posy.client_app.training.rules, or None for the gradient
-    offset: Tensor | None = None  # (d,), added to each gradient
-    notes: Tensor | None = None  # (n, ...), per-sample constants: the objective's ``batch.notes``
-    bounds: tuple[float, float] | None = None  # lower and upper bound of the parameters
-    plain: bool = False  # ignores the settings momentum, weight-decay and max-grad-norm
-    measures: bool = False  # evaluation mode: no augmentation, dropout or class weights; samples are not counted
-    rates: Mapping[str, float] = field(default_factory=dict)  # learning-rate factor per layer; 0 freezes a layer
-    mask: Tensor | None = None  # (d,), 0 or 1; parameters with entry 0 do not change
-    epochs: int | None = None  # instead of the setting local-epochs
-    steps: int | None = None  # instead of the setting local-steps
-    lr: float | None = None  # instead of the round's learning rate
-    network: Any = None  # the architecture to train, or None for the client's architecture
-    stream: int = 0  # number of the request in the round, which determines the random order of the batches
-    own_batches: bool = False  # whether each of K models draws its batches separately
+    pull: Pull | None = None
+    rule: Rule | None = None
+    offset: Tensor | None = None
+    notes: Tensor | None = None
+    bounds: tuple[float, float] | None = None
+    plain: bool = False
+    measures: bool = False
+    rates: Mapping[str, float] = field(default_factory=dict)
+    mask: Tensor | None = None
+    epochs: int | None = None
+    steps: int | None = None
+    lr: float | None = None
+    network: Any = None
+    stream: int = 0
+    own_batches: bool = False
 
     def __post_init__(self) -> None:
         """Convert a pair of anchor and strength to a :class:`Pull`."""
