@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -529,10 +529,18 @@ def _method(config: Mapping[str, Any]) -> str:
 
 
 def _own_method(config: Mapping[str, Any]) -> list[str]:
-    """Return the custom method in settings or in their experiment file, as a list of at most one name."""
+    """Return the custom method of settings, as a list of at most one name.
+
+    The method may be in the settings, in their experiment file, or in the record of the run that they resume.
+    """
     method = config.get("method")
     if method is None and (name := config.get("experiment")):
         method = read_experiment(experiment_path(str(name))).get("method")
+    if method is None and (name := config.get("resume")):
+        record = absolute(str(config.get("output-dir", RunSettings.output_dir))) / str(name) / "config.yaml"
+        with suppress(SettingsError):  # the file is missing or damaged; its checkpoints contain the settings, too
+            settings = read_yaml(record).get("settings")
+            method = settings.get("method") if isinstance(settings, Mapping) else None
     return [method] if isinstance(method, str) and is_custom(method) else []
 
 

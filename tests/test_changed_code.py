@@ -73,3 +73,16 @@ def test_a_resumed_run_warns_of_changed_code(folder: Path, caplog: pytest.LogCap
     assert config["code"] != started_with
     assert [entry["code"] for entry in config["resumed"]] == [started_with, started_with]
     assert json.loads((folder / "runs/r/summary.json").read_text())["rounds"] == 3
+
+
+def test_a_resumed_run_names_a_fixed_setting_of_its_custom_method(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = METHOD.replace("from posy.method import", "from posy.method import setting,").replace(
+        "    returned", '    step: float = setting(1.0, "step", above=0)\n    returned'
+    )
+    (folder / "mine.py").write_text(source, encoding="utf-8")
+    words = [f"{key}={value}" for key, value in SMALL.items()]
+    assert main(["run", "method=mine:FedFactor", "run-name=r", "output-dir=runs", *words]) == 0
+    assert main(["run", "resume=r", "output-dir=runs", "fedfactor-step=0.5", "num-server-rounds=2"]) == 2
+    assert "fedfactor-step = 0.5, but the run has 1.0" in capsys.readouterr().err

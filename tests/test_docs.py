@@ -36,6 +36,24 @@ def test_the_readme_is_short() -> None:
     assert max(len(line) for line in lines if not line.startswith(("|", "```"))) <= 120
 
 
+def words_of(page: Path) -> int:
+    """Return the number of words of a page, without code blocks, generated blocks and the targets of links."""
+    text = page.read_text(encoding="utf-8")
+    for pattern in (r"\A---\n.*?\n---\n", r"<!-- generated: .*?<!-- end -->", r"^(`{3,})(?!\{).*?^\1"):
+        text = re.sub(pattern, "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^```\{(code-cell|code-block).*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"<[^>]+>", " ", re.sub(r"\]\([^)]*\)", "]", text))
+    return sum(bool(re.search(r"\w", word)) for word in text.split())
+
+
+def test_the_documentation_is_short() -> None:
+    """The limit covers all pages except the methods' and the papers' pages, which programs write."""
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if not page.is_relative_to(ROOT / "docs/_build")]
+    papers = {ROOT / f"docs/papers/{path.name}.md" for path in (ROOT / "papers").iterdir()}
+    pages = [page for page in pages if page.parent.name not in ("methods", "api") and page not in papers]
+    assert sum(map(words_of, [ROOT / "README.md", *pages])) <= 25_000
+
+
 def test_counts_of_methods_are_right() -> None:
     cards = [settings_class(method).card for method in METHODS]
     checked = sum(card is not None and card.program is not None for card in cards)

@@ -14,8 +14,10 @@ from posy.client_app.method_check import check_code
 from posy.client_app.registry import client_class
 from posy.commands.cli import main
 from posy.mistakes import MethodError
+from posy.settings import SettingsError
 from posy.strategies.arrays import model
 from posy.strategies.methods import METHODS, settings_class, strategy_class
+from posy.strategies.replies import Update
 from posy.strategies.settings import MethodSettings
 
 Config = dict[str, Any]
@@ -121,6 +123,21 @@ def test_documented_server_rule_scales_the_step(
     np.testing.assert_allclose(
         slow.strategy.model - start, 0.25 * (average.strategy.model - start), rtol=1e-4, atol=1e-7
     )
+
+
+def test_documented_weights_apply_to_the_mean(
+    write_method: Callable[[str], str], make_config: Callable[..., Config], federate: Callable[..., Any]
+) -> None:
+    """The page's test of FedLoss passes, and only the head stays on the client."""
+    method = write_method("FedLoss")
+    strategy = federate(make_config(method, num_server_rounds=1)).strategy
+    head = {entry.layer for entry in strategy.architecture.layout.entries if entry.layer == "head"}
+    assert head and strategy.model.size < strategy.architecture.layout.size
+    body = strategy.model
+    strategy.aggregate(2, [Update({"model": body}, loss=1.0), Update({"model": body + 4}, loss=3.0)])
+    np.testing.assert_allclose(strategy.model, body + 1, rtol=1e-5)
+    with pytest.raises(SettingsError, match="the server weights each update by its loss"):
+        federate(make_config(method, client_weights="uniform"))
 
 
 NETWORK = """
