@@ -3,7 +3,7 @@
 import math
 import statistics
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,11 +13,15 @@ import numpy.typing as npt
 import pandas as pd
 from scipy import stats
 
+from posy.data.settings import SITES
 from posy.metrics import Metric, column_of
+from posy.paths import is_file
 from posy.report.recorded import client_rows, point_of
 from posy.server_app.progress import coverage, members_of, metric_in, size
+from posy.server_app.resume import CONFIG
 from posy.settings import SettingsError
 from posy.spread import Spread, spread
+from posy.yaml12 import read_yaml
 
 ALPHA = 0.05
 """Significance level."""
@@ -41,6 +45,9 @@ LEGEND = (
     "`samples`: number of training samples, counted once per pass. `memory`: peak memory of the run's process."
 )
 
+FIXED_PARTITIONS = ("natural", "file", "given")
+"""Partitions whose clients do not depend on the seed."""
+SAME_CLIENTS = "All seeds have the same clients, so the tests and `lose` use each client's mean over the seeds."
 MOST_PERMUTED = 13
 """Maximum number of differences for which SciPy computes an exact p-value despite ties."""
 MOST_NAMED = 12
@@ -67,18 +74,27 @@ class Gain(NamedTuple):
     """Mean difference of the scores, which is positive for a better method."""
     losing: int
     clients: int
-    """Number of clients with a worse score, and total number of clients. Each client counts once per seed."""
+    """Number of clients with a worse score, and total number of clients. Each seed's clients count separately, unless
+    all seeds have the same clients."""
     p: float
     """p-value of Wilcoxon's signed-rank test; 1 if all differences are 0."""
 
 
-def gain(pairs: Sequence[tuple[Scores, Scores]], *, lower_is_better: bool = False) -> Gain | None:
+def gain(
+    pairs: Sequence[tuple[Scores, Scores]],
+    populations: Sequence[Hashable] | None = None,
+    *,
+    lower_is_better: bool = False,
+) -> Gain | None:
     """Compare two methods client by client.
 
     Parameters
     ----------
     pairs : sequence of (Mapping, Mapping)
         For each seed, the scores of the method and of the other method, each keyed by client.
+    populations : sequence, optional
+        For each seed, an identifier of its clients; by default, each seed has other clients. If seeds have the same
+        clients, a client's difference is its mean over these seeds, because the test needs independent differences.
     lower_is_better : bool
         Whether lower scores are better.
 
@@ -91,13 +107,14 @@ def gain(pairs: Sequence[tuple[Scores, Scores]], *, lower_is_better: bool = Fals
     ----------
     F. Wilcoxon: Individual Comparisons by Ranking Methods, 1945.
     """
-    differences = np.array(
-        [scores[c] - other[c] for scores, other in pairs for c in sorted(scores.keys() & other.keys())]
-    )
-    if not len(differences):
+    sign = -1 if lower_is_better else 1
+    of_clients: dict[tuple[Hashable, int], list[float]] = {}
+    for population, (scores, other) in zip(populations or range(len(pairs)), pairs, strict=True):
+        for client in sorted(scores.keys() & other.keys()):
+            of_clients.setdefault((population, client), []).append(sign * (scores[client] - other[client]))
+    if not of_clients:
         return None
-    if lower_is_better:
-        differences = -differences
+    differences = np.array([statistics.fmean(values) for values in of_clients.values()])
     return Gain(float(differences.mean()), int((differences < 0).sum()), len(differences), signed_rank_p(differences))
 
 
@@ -309,6 +326,16 @@ class Run(NamedTuple):
         return point_of({"method": self.method, **self.summary})
 
     @property
+    def population(self) -> Hashable:
+        """Identifier of the run's clients; a partition that is drawn has other clients for each seed of the data."""
+        config = self.path / CONFIG
+        settings = read_yaml(config)["settings"] if is_file(config) else {}
+        if settings.get("dataset") == SITES or settings.get("partition") in FIXED_PARTITIONS:
+            return "fixed"
+        seed = settings.get("split-seed", -1)
+        return self.seed if seed == -1 else f"split-seed {seed}"
+
+    @property
     def comparable(self) -> bool:
         """Whether the scores of individual clients are available; secure aggregation hides them."""
         return "client-scores" not in self.summary
@@ -352,6 +379,8 @@ def over_clients(runs: Sequence[Run]) -> pd.DataFrame:
         - ``alike``: whether the row does not differ significantly from the variant's best row (Wilcoxon, Holm)
         - ``served-beats-local`` and ``local-beats-local``: whether clients gain significantly over local training at
           this point
+        - ``beats-fedavg``: whether clients gain significantly over FedAvg
+        - ``same``: whether all seeds have the same clients
         - ``samples`` and ``memory``: costs of the row
     """
     lines = []
@@ -373,6 +402,7 @@ def _compare_rows(rows: dict[str, list[Run]]) -> list[dict[str, Any]]:
     }
     points = {name: row_runs[0].point for name, row_runs in rows.items()}
     lower = next(iter(rows.values()))[0].metric.lower_is_better
+    populations = {run.repeat: run.population for row_runs in rows.values() for run in row_runs}
     folds = max(run.summary.get("folds", 0) for row_runs in rows.values() for run in row_runs)
 
     def gain_over(name: str, point: str, other: str | None) -> Gain | None:
@@ -382,7 +412,7 @@ def _compare_rows(rows: dict[str, list[Run]]) -> list[dict[str, Any]]:
         pairs = {repeat: (tested[repeat], baseline[repeat]) for repeat in tested.keys() & baseline.keys()}
         if folds:
             return gain_over_folds(pairs, folds, lower_is_better=lower)
-        return gain(list(pairs.values()), lower_is_better=lower)
+        return gain(list(pairs.values()), [populations[repeat] for repeat in pairs], lower_is_better=lower)
 
     of_rows = {name: scores[name, points[name]] for name in rows}
     same = over_same_clients(of_rows)
@@ -399,6 +429,9 @@ def _compare_rows(rows: dict[str, list[Run]]) -> list[dict[str, Any]]:
         )
         for point in ("served", "local")
     }
+    fedavg = baselines["fedavg"]
+    over_fedavg = {name: gain_over(name, points[name], fedavg) for name in rows if name != fedavg}
+    beats_fedavg = _significant(over_fedavg, lower=False)
     for name, line in lines.items():
         for label, other in baselines.items():
             entry = gain_over(name, points[name], other) if other != name else None
@@ -406,6 +439,8 @@ def _compare_rows(rows: dict[str, list[Run]]) -> list[dict[str, Any]]:
             line[f"losing-{label}"] = f"{entry.losing}/{entry.clients}" if entry else ""
         line["alike"] = not different.get(name, True)
         line.update({f"{point}-beats-local": beats[point].get(name, False) for point in beats})
+        line["beats-fedavg"] = beats_fedavg.get(name, False)
+        line["same"] = not folds and len(populations) > 1 and len(set(populations.values())) == 1
     return [{"method": name, **line, **_average_extras(rows[name])} for name, line in lines.items()]
 
 
@@ -498,11 +533,14 @@ def compared(clients: pd.DataFrame, ranked: Ranks | None, metric: Metric) -> str
             lines.append(cells)
         parts += [f"## Clients{': ' * bool(variant)}{variant}"]
         parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines))
-        for point in ("served", "local"):
-            winners = [row["method"] for row in rows.to_dict("records") if row[f"{point}-beats-local"]]
-            if winners:
-                parts.append(f"Significant gains over local training, {point} model: {', '.join(winners)}.")
+        records = rows.to_dict("records")
+        winners = {
+            "local training": [row["method"] for row in records if row[f"{row['point']}-beats-local"]],
+            "FedAvg": [row["method"] for row in records if row["beats-fedavg"]],
+        }
+        parts += [f"Significant gains over {other}: {', '.join(names)}." for other, names in winners.items() if names]
     parts += [LEGEND] if parts else []
+    parts += [SAME_CLIENTS] if len(clients) and clients["same"].any() else []
     if ranked is not None:
         order = ", ".join(f"{name} {rank:.2f}" for name, rank in ranked.mean.items())
         ties = ranked.ties_with_best()
@@ -511,7 +549,8 @@ def compared(clients: pd.DataFrame, ranked: Ranks | None, metric: Metric) -> str
         parts.append(
             f"## Ranks\n\nMean ranks over {ranked.blocks} blocks (data sets x seeds; diverged runs are last): {order}. "
             f"Friedman's test of the hypothesis that all are equal: p = {ranked.friedman:.2g}. "
-            f"Not significantly different from the best (Nemenyi, 5 %): {', '.join(ties)}.{unranked}"
+            f"Not significantly different from the best (Nemenyi, 5 %): {', '.join(ties)}.{unranked} Each block counts "
+            "once, so with few blocks this test finds fewer differences than the test over the clients."
         )
     return "\n" + "\n\n".join(parts) + "\n" if parts else ""
 

@@ -13,6 +13,7 @@ from PIL import Image
 from posy.metrics import METRICS, Metric, column_of
 from posy.report import charts
 from posy.report.charts import SMALL, Series
+from posy.report.comparison import SAME_CLIENTS
 from posy.report.groups import Group, by_data, compared, differences, grouped
 from posy.report.recorded import Points, Recorded
 from posy.server_app.progress import ABSENT, LIMITED_WORDS, coverage, duration, members_of, size
@@ -240,6 +241,8 @@ def _comparison(groups: Sequence[Group]) -> Markup:
         "shows its number of clients. A row that covers fewer than nine tenths as many clients as the row with the "
         "most clients is not ranked."
     )
+    if any(row["same"] for row in rows):
+        note += f" {SAME_CLIENTS.replace('`', '')}"
     selected_lines = [[line[n] for n in column_numbers] for line in lines]
     table = _PARTS.table([columns[n] for n in column_numbers], selected_lines, numbers=columns[3:])
     return _PARTS.soft(note) + table + _PARTS.paragraph(sentence)

@@ -21,6 +21,7 @@ from posy.report.comparison import (
     scores_by_block,
 )
 from posy.report.table_figures import draw_gains, draw_ranks, gains_of
+from posy.yaml12 import dump
 
 ACCURACY, LOG_LOSS = METRICS["accuracy"], METRICS["log-loss"]
 
@@ -34,6 +35,46 @@ def test_gain_is_computed_per_client() -> None:
     assert (result.losing, result.clients) == (1, 5)
     assert gain([({}, {0: 1.0})]) is None
     assert gain([({0: 0.5}, {0: 0.5})]) == (0.0, 0, 1, 1.0)
+
+
+def test_clients_that_all_seeds_share_count_once() -> None:
+    """Three seeds with the same four clients give four independent differences, so p is at least 2 / 2^4."""
+    seeds = [({c: 0.6 + 0.01 * (c + s) for c in range(4)}, dict.fromkeys(range(4), 0.5)) for s in range(3)]
+    separate, same = gain(seeds), gain(seeds, ["fixed"] * 3)
+    assert separate is not None and same is not None
+    assert same.mean == pytest.approx(separate.mean) == pytest.approx(0.125)
+    assert (separate.clients, same.clients) == (12, 4)
+    assert same.p == pytest.approx(2 / 2**4) and separate.p < 0.001
+    mixed = gain(seeds, ["fixed", "fixed", 7])
+    assert mixed is not None and mixed.clients == 8
+    losing = gain([({0: 0.5}, {0: 0.6}), ({0: 0.9}, {0: 0.6})], ["fixed"] * 2)
+    assert losing is not None and (losing.losing, losing.clients) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "population"),
+    [
+        ({"dataset": "digits", "partition": "dirichlet", "split-seed": -1}, 3),
+        ({"dataset": "digits", "partition": "dirichlet", "split-seed": 5}, "split-seed 5"),
+        ({"dataset": "a.csv", "partition": "natural", "split-seed": -1}, "fixed"),
+        ({"dataset": "mnist", "partition": "given"}, "fixed"),
+        ({"dataset": "sites", "partition": "dirichlet"}, "fixed"),
+    ],
+)
+def test_drawn_partitions_have_other_clients_for_each_seed(
+    settings: dict[str, Any], population: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "config.yaml").write_text(dump({"settings": settings}), encoding="utf-8")
+    assert Run("v", "row", "fedavg", 3, {}, tmp_path).population == population
+
+
+def test_a_table_states_that_all_seeds_have_the_same_clients(runs: list[Run]) -> None:
+    for run in runs:
+        (run.path / "config.yaml").write_text(dump({"settings": {"partition": "natural"}}), encoding="utf-8")
+    lines = over_clients(runs)
+    assert set(lines["losing-local"]) == {"", "0/4", "3/4"}
+    assert not lines["local-beats-local"].any()  # four clients are too few
+    assert "All seeds have the same clients" in compared(lines, None, ACCURACY)
 
 
 def test_p_value_of_differences_of_the_same_sign() -> None:
@@ -130,8 +171,8 @@ def test_rows_are_compared_by_their_served_or_local_model(runs: list[Run]) -> No
     assert scores.loc[("v", 0), "FedAvg"] == pytest.approx(2.49 / 4)
     text = compared(over_clients(runs), ranks(scores), ACCURACY)
     assert "| Ditto ≈ | local |" in text
-    assert "gains over local training, local model: Ditto" in text
-    assert "served model:" not in text
+    assert "Significant gains over local training: Ditto." in text
+    assert "All seeds have the same clients" not in text
     assert "Mean ranks over 3 blocks" in text
     assert compared(over_clients([]), None, ACCURACY) == ""
 
