@@ -72,6 +72,8 @@ PARTS: dict[str, type] = {
     "seeds": list,
 }
 """Keys of a table file, with the types of their values."""
+REJECTED = 2
+"""Exit status of a run with invalid settings or unusable data. Other seeds of the same row would fail, too."""
 DIVERGED = "it diverged, so the mean over the other seeds would be too favourable"
 """Reason for excluding a diverged run from all means."""
 ALL = "all"
@@ -278,7 +280,9 @@ def run_table(plan: Plan, *, jobs: int, only_print: bool = False, begin: Start |
     results = {cell: summary for cell in plan.cells if (summary := cell.summary()) is not None}
     for cell in plan.cells:
         if cell not in results:
-            failures.setdefault(cell.name, DIVERGED if cell.summary("diverged") else "not finished")
+            finished = read_summary(cell.path).get("status") in ENDED
+            reason = "finished with other settings or other code" if finished else "not finished"
+            failures.setdefault(cell.name, DIVERGED if cell.summary("diverged") else reason)
     table = aggregate(results)
     every_run = [Run(c.variant, c.row, c.method, c.seed, summary, c.path, c.fold) for c, summary in results.items()]
     runs = [run for run in every_run if run.comparable]
@@ -592,6 +596,11 @@ def run_cells(plan: Plan, jobs: int, begin: "Start | None" = None) -> dict[str, 
                 done += 1
                 _keep(plan, cell)
                 outcome = _outcome(plan, cell, status, failures)
+                if status == REJECTED and cell.name in failures:
+                    repetitions = [other for other in waiting if other.place == cell.place]
+                    failures |= {other.name: f"not started, because {cell.name} failed" for other in repetitions}
+                    waiting = deque(other for other in waiting if other not in repetitions)
+                    done += len(repetitions)
                 print(f"[{done}/{total}] {cell.name}: {outcome}{time_left(estimate.left(len(waiting)))}", flush=True)
             if (seconds := estimate.first(len(waiting))) is not None:
                 print(f"the first rounds have ended{time_left(seconds)}", flush=True)

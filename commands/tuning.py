@@ -109,6 +109,8 @@ def fraction_of(plan: Plan) -> float:
         raise SettingsError(
             "validation-fraction has different values in the rows of the table; set one value for all rows"
         )
+    if not all(cell.config.get("validation-fraction") for cell in plan.cells):
+        print(f"validation-fraction is not set in the table file; the trials and the tuned file use {FRACTION:g}")
     return fractions.pop()
 
 

@@ -16,7 +16,7 @@ from posy.data.readers.arrow import HUB, read_hub
 from posy.data.readers.functions import read_function
 from posy.data.readers.own import as_dataset, named_columns, read_own
 from posy.data.readers.published import load_published
-from posy.data.settings import DataSettings, path_of
+from posy.data.settings import DataSettings, check_subset, path_of
 from posy.data.task import STANDARDISED, TITLES
 from posy.data.text import MAX_LENGTH
 from posy.extensions import is_custom
@@ -162,11 +162,7 @@ def _subset(dataset: Dataset, settings: DataSettings, seed: int) -> Dataset:
     size = settings.max_samples
     if size == 0:
         return dataset
-    if dataset.given is not None or settings.partition == "file":
-        raise SettingsError(
-            f"max-samples = {size} cannot be combined with a partition that names its samples (a PFLlib directory, or "
-            "partition = 'file'); set max-samples = 0"
-        )
+    check_subset(settings if dataset.given is None else replace(settings, partition="given"))
     if size > len(dataset):
         raise SettingsError(
             f"max-samples = {size}: {dataset.name} has {len(dataset)} samples; allowed: 0 to this number"

@@ -416,6 +416,16 @@ def located(settings: DataSettings) -> DataSettings:
     return replace(settings, dataset=str(path), partition="given" if partitioned else settings.partition)
 
 
+def check_subset(settings: DataSettings) -> None:
+    """Reject ``max-samples`` with a partition that names its samples, after :func:`located` has set the partition."""
+    size = settings.max_samples
+    if size and settings.partition in ("given", "file"):
+        raise SettingsError(
+            f"max-samples = {size} cannot be combined with a partition that names its samples (a PFLlib directory, or "
+            "partition = 'file'); set max-samples = 0"
+        )
+
+
 def _with_clients(settings: DataSettings, published: Published) -> DataSettings:
     """Return the settings for a published data set, which may define the clients and the categorical columns."""
     if not published.clients:

@@ -51,7 +51,8 @@ class FedALASettings(MethodSettings, robust=True, point="served"):
             "A client stops after 50 passes, because a small threshold may never be reached (authors' README).",
             "A pass uses full mini-batches from the sampled part of the data. Their order is random, but the same in "
             "all passes of a round.",
-            "In each evaluation, the client learns the weights again, and does not store them.",
+            "In each evaluation, the client learns the weights again, and does not store them. The first evaluation "
+            "therefore costs as many passes as the first round.",
             "`max-update-norm` and `dp` measure an update relative to the global model. Training starts from the "
             "mixture, but only the client knows the mixture's weights.",
         ),

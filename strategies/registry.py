@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from posy.data.published import DATASETS
-from posy.data.settings import BY_CLASS, SITES, DataSettings, located
+from posy.data.settings import BY_CLASS, SITES, DataSettings, check_subset, located
 from posy.data.task import TITLES
 from posy.extensions import code_digest, is_custom, key_prefix
 from posy.extensions import located as located_own
@@ -154,7 +154,9 @@ def _read(user_settings: Mapping[str, Any], where: str, stored: Mapping[str, Any
     check_own(user_settings, settings.run.method, where)
     check_effect(user_settings, settings.as_config(), where)
     check_limits(user_settings, settings.as_config(), where)
-    return replace(settings, data=located(settings.data), train=identified(settings.train, settings.data.data_dir))
+    data = located(settings.data)
+    check_subset(data)
+    return replace(settings, data=data, train=identified(settings.train, settings.data.data_dir))
 
 
 def code_digests(settings: Mapping[str, Any]) -> dict[str, str]:

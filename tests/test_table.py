@@ -218,6 +218,32 @@ def test_a_table_runs_skips_repeats_and_reports_cells(tmp_path: Path, capsys: py
     assert {path.name for path in second.parent.iterdir() if path.is_dir()} == {"seed-0", "seed-1"}
 
 
+def test_invalid_settings_end_a_row_after_its_first_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"name": "Broken", "settings": {"method": "fedavg", "partition": "classes", "classes-per-client": 11}}]
+    plan = read_plan(write_table(tmp_path, runs=rows, seeds=[0, 1, 2]))
+    assert run_table(plan, jobs=1) == 1
+    printed = capsys.readouterr().out
+    assert "[3/3] Broken / seed 0: failed, exit status 2: posy: classes-per-client = 11" in printed
+    assert printed.count("classes-per-client = 11") == 2  # the line about the run, and the list of missing runs
+    assert "- Broken / seed 2: not started, because Broken / seed 0 failed" in printed
+    assert not (tmp_path / "out/Broken/seed-1").exists()
+
+
+def test_a_subset_of_a_named_partition_is_rejected_before_the_first_run(tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text("[[0, 1, 2, 3], [4, 5, 6, 7]]")
+    named = {"method": "fedavg", "partition": "file", "partition-file": str(tmp_path / "p.json"), "max-samples": 100}
+    with pytest.raises(SettingsError, match=r"max-samples = 100 .* cannot be combined"):
+        read_plan(write_table(tmp_path, runs=[{"name": "a", "settings": named}]))
+
+
+def test_a_finished_run_with_other_settings_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"name": "a", "settings": {"method": "fedavg", "lr": 0.1}}]
+    assert run_table(read_plan(write_table(tmp_path, runs=rows)), jobs=1) == 0
+    rows[0]["settings"]["lr"] = 0.2
+    assert run_table(read_plan(write_table(tmp_path, runs=rows)), jobs=1, only_print=True) == 1
+    assert "a / seed 0: finished with other settings or other code" in capsys.readouterr().out
+
+
 def test_cells_run_seed_by_seed(tmp_path: Path) -> None:
     """An interrupted table then has results for every row."""
     started: list[str] = []
