@@ -118,9 +118,9 @@ def overview() -> str:
     """Return a table of the five main methods, with the verdicts on their papers' main claims."""
     columns, *rows = described(list(METHODS)[:FIVE])
     return table(
-        [*columns, "[main claims](docs/papers/index.md), (reduced): in smaller runs than the paper's"],
+        [*columns, "[main claims](docs/papers/index.md)"],
         (
-            [*row, f"[{counts_in(main_claims(method))}](docs/papers/{method}.md)"]
+            [*row, f"[{counts_in(main_claims(method))}](docs/papers/{method}.md)."]
             for row, method in zip(rows, METHODS, strict=False)
         ),
     )

@@ -4,7 +4,7 @@ import json
 import shutil
 import subprocess
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from posy.commands.cli import main
 from posy.commands.papers import claims as claims_module
 from posy.commands.papers import item as item_module
 from posy.commands.papers import page as page_module
-from posy.commands.papers.claims import counts_in, describe, main_claims, read_box
+from posy.commands.papers.claims import count_outcomes, counts_in, describe, main_claims, outcome, read_box
 from posy.commands.papers.compare import Comparison
 from posy.commands.papers.counts import FILE, count, counted
 from posy.commands.papers.draw import FORMS
@@ -26,7 +26,7 @@ from posy.commands.papers.item import SELDOM, Claim, item, items, papers
 from posy.commands.papers.memory import stored_parameters
 from posy.commands.papers.page import changed, page
 from posy.commands.papers.record import in_percent, measured, partial_coverage, recorded_numbers
-from posy.commands.papers.verdict import Number, Verdict, agrees, distances, number, verdict
+from posy.commands.papers.verdict import MIN_SEEDS, Number, Pair, PairTest, Verdict, agrees, distances, number, verdict
 from posy.commands.table import read_plan
 from posy.settings import SettingsError
 from posy.strategies.registry import parse_words
@@ -120,71 +120,111 @@ def test_distances_from_the_mean_over_the_seeds_by_hand() -> None:
     assert distances({0: 5.0, 1: 7.0}) == distances({}) == {}  # two seeds have equal distances
 
 
+def judge(
+    rows: Mapping[str, Sequence[float]], by: float = 0.0, within: float | None = None, but: int = 0, column: str = ""
+) -> Verdict:
+    """Judge differences of a row minus other rows, keyed by the other rows, in one column."""
+    return verdict({Pair("A", row, column): values for row, values in rows.items()}, by, within, but)
+
+
+def decided(judged: Verdict) -> tuple[str, str, str]:
+    """Return the outcome of a claim, and the lower row and column of the deciding comparison."""
+    assert judged.deciding is not None
+    return judged.word, judged.deciding.pair.lower, judged.deciding.pair.column
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("differences", "by", "word"),
     [
         ([], 0.0, "not tested"),
-        ([3.0], 0.0, "undecided"),
         ([1.0, 2.0, 3.0], 0.0, "undecided"),  # t = 2 / (1 / sqrt 3) = 3.46 < 4.30
         ([2.0, 2.5, 3.0], 0.0, "holds"),  # t = 2.5 / (0.5 / sqrt 3) = 8.66
         ([2.0, 2.5, 3.0], 5.0, "does not hold"),
         ([-2.0, -2.5, -3.0], 0.0, "does not hold"),
-        ([1.0, 1.0], 0.0, "holds"),
-        ([0.3, 0.1 + 0.2], 0.0, "holds"),  # equal except for rounding, about which a t-test warns
-        ([1.0, 2.0], 0.0, "undecided"),  # t = 1.5 / (0.71 / sqrt 2) = 3 < 12.7
-        ([1.0, 1.1], 0.0, "holds"),  # t = 21
+        ([1.0, 1.0, 1.0], 0.0, "holds"),
+        ([0.3, 0.1 + 0.2, 0.3], 0.0, "holds"),  # equal except for rounding, about which a t-test warns
         ([0.0, 0.0, 0.0], 0.0, "undecided"),
     ],
 )
 def test_a_t_test_judges_a_claim(differences: list[float], by: float, word: str) -> None:
-    judged = verdict({"": differences}, by)
+    judged = judge({"b": differences}, by)
     assert judged.word == word
-    assert judged.pairs == len(differences)
+    assert [test.summary.seeds for test in judged.tests] == [3] * bool(differences)
+
+
+@pytest.mark.parametrize("differences", [[3.0], [1.0, 1.0], [1.0, 1.001]])
+def test_too_few_seeds_are_not_tested(differences: list[float]) -> None:
+    """Two seeds in several columns are still two independent runs of each row."""
+    assert len(differences) < MIN_SEEDS
+    judged = verdict({Pair("A", "b", column): differences for column in ("x", "y", "z")})
+    assert (judged.word, judged.too_few, outcome(judged)) == ("undecided", 3, "undecided: too few seeds")
+    assert all(test.p_value is None for test in judged.tests)
+    tested = verdict({Pair("A", "b", "x"): differences, Pair("A", "c", "x"): [2.0, 2.5, 3.0]})
+    assert (tested.word, tested.too_few, tested.counts) == ("undecided", 1, {"undecided": 1, "holds": 1})
+    undecided = judge({"b": differences, "c": [1.0, 2.0, 3.0]})
+    assert decided(undecided)[1] == "c" and outcome(undecided) == "undecided"  # a tested comparison decides
 
 
 def test_claims_of_equivalence_are_tested() -> None:
     # The means are 0.1, 0.1, 1 and 1. The t statistic of the nearer bound is 0.1 / 0.015 = 6.9, 0.1 / 0.15 = 0.7,
     # 0.8 / 0.058 = 13.9 and 0.8 / 0.58 = 1.4. A mean below 0.2 needs at least 2.92, and a mean above it 4.30.
-    assert verdict({"": [0.075, 0.1, 0.125]}, within=0.2).word == "holds"
-    assert verdict({"": [-0.15, 0.1, 0.35]}, within=0.2).word == "undecided"
-    assert verdict({"": [-0.9, -1.0, -1.1]}, within=0.2).word == "does not hold"
-    assert verdict({"": [0.0, 1.0, 2.0]}, within=0.2).word == "undecided"
-    assert verdict({"": [0.1]}, within=0.2).word == "undecided"
-    assert verdict({"": [0.25, 0.25, 0.25]}, within=0.25).word == "undecided"
-    far = verdict({"a": [0.1, 0.1], "b": [-0.3, -0.3]}, within=0.2)
-    assert (far.word, far.of, far.difference, far.holding, far.compared) == ("does not hold", "b", -0.3, 1, 2)
+    assert judge({"": [0.075, 0.1, 0.125]}, within=0.2).word == "holds"
+    assert judge({"": [-0.15, 0.1, 0.35]}, within=0.2).word == "undecided"
+    assert judge({"": [-0.9, -1.0, -1.1]}, within=0.2).word == "does not hold"
+    assert judge({"": [0.0, 1.0, 2.0]}, within=0.2).word == "undecided"
+    assert judge({"": [0.1]}, within=0.2).word == "undecided"
+    assert judge({"": [0.25, 0.25, 0.25]}, within=0.25).word == "undecided"
+    far = judge({"a": [0.1] * 3, "b": [-0.3] * 3}, within=0.2)
+    assert decided(far)[:2] == ("does not hold", "b")
+    assert far.counts == {"holds": 1, "does not hold": 1}
 
 
 def test_a_claim_against_several_rows_needs_each_of_them() -> None:
     above = {"a": [10.0, 11.0, 12.0], "b": [2.0, 2.5, 3.0]}
-    judged = verdict(above)
-    assert (judged.word, judged.of, judged.difference, judged.holding) == ("holds", "b", 2.5, 2)
-    judged = verdict(above | {"c": [-2.0, -2.1, -2.2]})  # t = -36
-    assert (judged.word, judged.of, judged.holding, judged.compared) == ("does not hold", "c", 2, 3)
-    judged = verdict(above | {"c": [1.0, 2.0, 3.0]})
-    assert (judged.word, judged.of) == ("undecided", "c")
-    assert verdict(above | {"c": []}) == verdict(above)
-    judged = verdict(above | {"c": [-1.0], "d": [1.0, 2.0, 3.0]})
-    assert (judged.word, judged.of) == ("undecided", "c")
+    judged = judge(above)
+    assert decided(judged)[:2] == ("holds", "b") and judged.counts == {"holds": 2}
+    judged = judge(above | {"c": [-2.0, -2.1, -2.2]})  # t = -36
+    assert decided(judged)[:2] == ("does not hold", "c") and judged.counts == {"holds": 2, "does not hold": 1}
+    assert decided(judge(above | {"c": [1.0, 2.0, 3.0]}))[:2] == ("undecided", "c")
+    assert judge(above | {"c": []}) == judge(above)
 
 
-def test_a_claim_can_allow_one_exception() -> None:
+def test_each_column_is_tested_separately() -> None:
+    """Opposite outcomes in two columns do not cancel out, and the seeds of two columns are not pooled."""
+    up, down = [2.0, 2.01, 2.02], [-2.0, -2.01, -2.02]
+    judged = verdict({Pair("A", "b", "x"): up, Pair("A", "b", "y"): down})
+    assert decided(judged) == ("does not hold", "b", "y")
+    assert judged.counts == {"holds": 1, "does not hold": 1} and judged.columns == ["x", "y"]
+    weak = [1.0, 2.0, 3.0]  # p = 0.074 in each column, and 0.003 for all six differences
+    assert verdict({Pair("A", "b", column): weak for column in "xy"}).word == "undecided"
+
+
+def test_a_claim_can_allow_one_exception_in_each_column() -> None:
     rows = {"a": [10.0, 11.0, 12.0], "b": [-2.0, -2.5, -3.0], "c": [2.0, 2.5, 3.0], "d": []}
-    judged = verdict(rows, but=1)
-    assert (judged.word, judged.of, judged.holding, judged.compared) == ("holds", "c", 2, 2)
-    assert verdict(rows, but=2).of == "a"
-    assert verdict(rows | {"c": [-1.0, -1.1, -1.2]}, but=1).word == "does not hold"
-    assert verdict({"b": rows["b"]}, but=1).word == "not tested"
+    judged = judge(rows, but=1)
+    assert decided(judged)[:2] == ("holds", "c") and judged.counts == {"holds": 2}
+    assert [test.pair.lower for test in judged.excepted] == ["b"]
+    assert decided(judge(rows, but=2))[1] == "a"
+    assert judge(rows | {"c": [-1.0, -1.01, -1.02]}, but=1).word == "does not hold"
+    assert judge({"b": rows["b"]}, but=1).word == "not tested"
+    other = {Pair("A", "a", "y"): rows["b"], Pair("A", "b", "y"): rows["a"]}
+    judged = verdict({Pair("A", row, "x"): values for row, values in rows.items()} | other, but=1)
+    assert [test.pair[1:] for test in judged.excepted] == [("b", "x"), ("a", "y")]
+    assert judged.word == "holds"
 
 
 def test_claims_are_corrected_for_multiple_comparisons() -> None:
     once = {"a": [-2.0, -2.5, -3.0]}  # t = -8.66 with two degrees of freedom: p = 0.013
-    assert verdict(once).word == "does not hold"
+    (test,) = judge(once).tests
+    assert (test.word, test.adjusted) == ("does not hold", False)
     several = {name: [10.0, 11.0, 12.0] for name in "bcd"}
-    assert verdict(once | several).word == "undecided"  # Holm's correction: 4 * 0.013 is above 0.05
+    judged = judge(once | several)  # Holm's correction: 4 * 0.013 is above 0.05
+    assert judged.word == "undecided" and judged.deciding is not None and judged.deciding.adjusted
+    assert judged.deciding.p_value == pytest.approx(4 * (test.p_value or 0))
+    assert judge(once | {"b": [-1.0]}).word == "does not hold"  # Posy does not test a single seed
     worse = {"e": [-2.0, -2.01, -2.02]}
-    assert verdict(once | worse).word == "does not hold"
+    assert judge(once | worse).word == "does not hold"
 
 
 # -- FedDRM's gradient drift -----------------------------------------------------------------------------
@@ -312,10 +352,17 @@ def test_extra_seeds_are_run_and_archived(paper_dir: Path, capsys: pytest.Captur
 
     printed, seeds, text = run("--seeds", "1")
     assert "2 of 2 runs are available" in printed and seeds == {0}
-    assert "Command: `posy paper mine table1 --scale small`." in text and ", 1 seed, too few for a test)" in text
+    assert (
+        "Command: `posy paper mine table1 --scale small`." in text
+        and ", too few seeds for a test; digits; 1 seed)" in text
+    )
     printed, seeds, text = run("--seeds", "3")
     assert "6 of 6 runs are available" in printed and printed.count("/ seed") == 4 and seeds == {0, 1, 2}
-    assert "Command: `posy paper mine table1 --scale small --seeds 3`." in text and ", 3 seeds, p = 0." in text
+    assert (
+        "Command: `posy paper mine table1 --scale small --seeds 3`." in text
+        and "; 3 seeds)" in text
+        and ", p = 0." in text
+    )
     comparison = Comparison(item("mine", "table1"))
     (spread,) = [verdict for claim, verdict in comparison.verdicts if claim.spread]
     deviations = [
@@ -323,7 +370,9 @@ def test_extra_seeds_are_run_and_archived(paper_dir: Path, capsys: pytest.Captur
         for variant in "ba"
         if (values := [*comparison.values(variant, "FedAvg", "local last").values()])
     ]
-    assert (spread.difference, spread.pairs) == (pytest.approx(deviations[0] - deviations[1]), 3)
+    assert spread.deciding is not None
+    assert spread.deciding.summary.mean == pytest.approx(deviations[0] - deviations[1])
+    assert spread.deciding.summary.seeds == 3 and "Levene's test: p = 0." in text
     printed, seeds, again = run()  # the table's seeds, which have already run
     assert "4 of 4 runs are available" in printed and "/ seed" not in printed and seeds == {0, 1, 2}
     assert again == text
@@ -412,16 +461,17 @@ def test_a_table_is_run_judged_and_shown_on_its_page(paper_dir: Path, capsys: py
     needed = "run `posy paper mine table1 --scale full`. 2 runs. No run of this size has been timed."
     assert f"\n- a / Local: the data is available: {needed}\n" in text
     assert "\n- a / Other; b / Other: Posy does not implement Other.\n" in text
-    assert "num-server-rounds 2 (paper: 4)" in text and "Reduced: 2 of 4 rounds, 300 samples" in text
+    assert "num-server-rounds 2 (paper: 4)" in text and "Reduced: 2 instead of 4 rounds, 300 samples" in text
     assert "b: local-epochs 3" in " ".join(text.split())
     assert [c.config["local-epochs"] for c in item("mine", "table1").plan("small").cells] == [1, 1, 3, 3]
     (epochs, epochs_verdict), (unknown, unknown_verdict), (_, spread), *_ = comparison.verdicts
-    assert f"- **{epochs_verdict.word} (reduced)**: {epochs.say} (b / FedAvg − a / FedAvg: " in text
+    assert f"- **{outcome(epochs_verdict)}**: {epochs.say} (b / FedAvg − a / FedAvg: " in text
     assert f"- Claims that need these runs: {unknown.say}; it spreads less.\n" in text
-    difference = f"{epochs_verdict.difference:+.2f} ± {epochs_verdict.std:.2f} points, 2 seeds, p = "
-    assert f": no difference (b / FedAvg − a / FedAvg: {difference}" in text and ". Two passes.\n" in text
-    assert "never shown" not in text  # it holds, so the page omits its reason
-    assert epochs_verdict.difference == pytest.approx(sum(other[s] - values[s] for s in (0, 1)) / 2)
+    assert epochs_verdict.deciding is not None
+    summary = epochs_verdict.deciding.summary
+    difference = f"{summary.mean:+.2f} ± {summary.std:.2f} points, too few seeds for a test; digits; 2 seeds"
+    assert f": no difference (b / FedAvg − a / FedAvg: {difference}). Two passes.\n" in text
+    assert summary.mean == pytest.approx(sum(other[s] - values[s] for s in (0, 1)) / 2)
     assert epochs.higher == ("b / FedAvg",)
     assert unknown_verdict.word == "not tested"
     assert spread.word == "not tested"  # two seeds do not suffice
@@ -465,29 +515,39 @@ def test_a_spread_needs_a_meaning(paper_dir: Path) -> None:
 
 
 def test_main_claims_come_first_with_their_verdicts(paper_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    claims = [
+    also = {"say": "The same", "in": "table1", "claim": "two epochs are better than one"}
+    claims: list[dict[str, Any]] = [
         {"say": "More passes help", "in": "table1", "claim": "two epochs are better than one"},
-        {"say": "Passes hardly matter", "in": "table1", "claim": "no large one"},
+        {"say": "Passes hardly matter", "in": "table1", "claim": "no large one", "also": [also]},
         {"say": "Federation helps", "in": "table1", "claim": "FedAvg is better"},
     ]
     (paper_dir / "claims.yaml").write_text(dump({"claims": claims}), encoding="utf-8")
     written(paper_dir)
-    assert main(["paper", "mine", "table1", "-j", "1"]) == 0
+    assert main(["paper", "mine", "table1", "-j", "1", "--seeds", "3"]) == 0
     text = Path("docs/papers/mine.md").read_text(encoding="utf-8")
     rows = read_box(text)
-    verdicts = dict(Comparison(item("mine", "table1")).verdicts)
-    judged = {claim.say: verdict for claim, verdict in verdicts.items()}
-    more, little = judged["two epochs are better than one"], judged["no large one"]
-    difference = f"b / FedAvg − a / FedAvg: {more.difference:+.2f} ± {more.std:.2f} points, 2 seeds, p = "
-    assert more.p_value is not None and little.p_value is not None
-    runs = "[Table 1](#table-1), reduced: 2 of 4 rounds, 300 samples"
+    judged = {claim.say: verdict for claim, verdict in Comparison(item("mine", "table1")).verdicts}
+    more, little = (judged[claim["claim"]].deciding for claim in claims[:2])
+    assert more is not None and more.p_value is not None and little is not None and little.p_value is not None
+    word = judged["two epochs are better than one"].word
+    difference = f"b / FedAvg − a / FedAvg: {more.summary.mean:+.2f} ± {more.summary.std:.2f} points, "
+    within = (
+        f"equivalence test within ±100 points: p {f'= {little.p_value:.3f}' if little.p_value > 0.001 else '< 0.001'}"
+    )
+    other = f"The same ([Table 1](#table-1)): {judged['two epochs are better than one'].word} (reduced) ({difference}"
+    runs = "[Table 1](#table-1): digits; 3 seeds<br>reduced: 2 instead of 4 rounds, 300 samples"
     assert rows == [
-        ["More passes help", f"**{more.word}** (reduced)", f"{difference}{more.p_value:.3f}", runs],
-        ["Passes hardly matter", "**holds** (reduced)", f"{difference}{little.p_value:.3f}", runs],
+        ["More passes help", f"**{word}** (reduced)", f"{difference}p = {more.p_value:.3f}", runs],
+        [
+            "Passes hardly matter",
+            "**holds** (reduced)",
+            f"{difference}{within}<br>{other}p = {more.p_value:.3f})",
+            runs,
+        ],
         ["Federation helps", "**not tested**", "", "[Table 1](#table-1), needs digits"],
     ]
-    assert more.seeds == 2 and little.p_value < 0.05
-    assert f"**Main claims: {counts_in(rows)}.**" in text.split("\n\n")[3]
+    assert little.p_value < 0.05 and "never shown" not in text  # the page omits the reason of a claim that holds
+    assert f"**3 main claims.** {counts_in(rows)}." in text.split("\n\n")[3]
     capsys.readouterr()
     assert main(["paper"]) == 0
     (summary,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.split()[:2] == ["mine", "3"]]
@@ -495,8 +555,18 @@ def test_main_claims_come_first_with_their_verdicts(paper_dir: Path, capsys: pyt
 
 
 def test_verdicts_are_counted_in_words() -> None:
-    words = ["holds (reduced)", "undecided", "holds (reduced)", "does not hold", "does not hold", "holds"]
-    assert counts_in([["", f"**{word}**"] for word in words]) == "1 holds, 2 hold (reduced), 2 do not hold, 1 undecided"
+    cells = [
+        "**holds** (reduced)",
+        "**undecided**: too few seeds<br>reduced runs: holds",
+        "**does not hold** (reduced)",
+    ]
+    cells += ["**does not hold** (reduced)", "**holds** (reduced)", "**holds**", "**not tested**"]
+    assert counts_in([["", cell] for cell in cells]) == (
+        "1 holds and 1 is undecided at the paper's size. In reduced runs, 2 hold and 2 do not hold. 1 is not tested"
+    )
+    assert counts_in([["", "**undecided** (reduced)"]] * 3) == "In reduced runs, 3 are undecided"
+    verdicts = [Verdict("holds", scale="small")] * 2 + [Verdict("undecided", scale="full"), Verdict("not tested")]
+    assert count_outcomes(verdicts) == "2 hold (reduced), 1 undecided, 1 not tested"
 
 
 @pytest.mark.parametrize(
@@ -524,19 +594,22 @@ def test_changed_settings_ignore_methods_without_them(monkeypatch: pytest.Monkey
     [
         (0.25, 0.1, "local last", "+0.25 ± 0.10 points"),
         (-0.0004, 0.0001, "local last", "-0.0004 ± 0.0001 points"),
-        (3e-5, None, "round inner_entropy", "+0.00003"),
-        (-0.00008, 0.05, "local last", "-0.00 ± 0.05 points"),
-        (0.0, 0.0, "local last", "+0.00 ± 0.00 points"),
+        (3e-5, 1e-5, "round inner_entropy", "+0.00003 ± 0.00001 in inner entropy"),
+        (0.03, 0.01, "local last jain", "+0.030 ± 0.010 in local last, Jain's index"),
+        (-0.00008, 0.05, "local last", "0.00 ± 0.05 points"),
+        (0.0, 0.0, "local last", "0.00 ± 0.00 points"),
         (1.0, 2.0, "bytes-up", "+1 ± 2 bytes"),
     ],
 )
 def test_small_differences_keep_their_first_digit(
-    difference: float, std: float | None, measure: str, expected: str
+    paper_dir: Path, difference: float, std: float | None, measure: str, expected: str
 ) -> None:
-    claim = Claim("so", ("a",), ("b",), measure=measure)
-    judged = Verdict("holds", difference, std, 2, 0.01, "a − b", scale="full", seeds=2, columns=1)
-    test = "the same in all runs" if std == 0 else "p = 0.010"
-    assert describe(claim, judged) == f"**holds**: so (a − b: {expected}, 2 seeds, {test})."
+    written(paper_dir)
+    claim = Claim("so", ("FedAvg",), ("Local",), ("a",), measure=measure)
+    test = PairTest(Pair("FedAvg", "Local", "a"), "holds", 0.01, Number(difference, std, 3))
+    text = describe(Comparison(item("mine", "table1")), claim, Verdict("holds", (test,), test, scale="full"))
+    result = "the same in all runs" if std == 0 else "p = 0.010"
+    assert text == f"**holds**: so (FedAvg − Local: {expected}, {result}; digits; 3 seeds)."
 
 
 def test_comparisons_never_mix_scales(paper_dir: Path) -> None:
@@ -552,8 +625,8 @@ def test_comparisons_never_mix_scales(paper_dir: Path) -> None:
     fedavg, local = (comparison.values("a", row, "local last", "small") for row in ("FedAvg", "Local"))
     assert comparison.values("a", "FedAvg", "local last") != fedavg
     ((_, judged),) = comparison.verdicts
-    assert (judged.scale, judged.pairs) == ("small", 2)
-    assert judged.difference == pytest.approx(sum(fedavg[seed] - local[seed] for seed in (0, 1)) / 2)
+    assert judged.deciding is not None and (judged.scale, judged.deciding.summary.seeds) == ("small", 2)
+    assert judged.deciding.summary.mean == pytest.approx(sum(fedavg[seed] - local[seed] for seed in (0, 1)) / 2)
     text = Path("docs/papers/mine.md").read_text(encoding="utf-8")
     lines = text.partition("## Table 2")[0].splitlines()
     (header,) = [line.split(" | ") for line in lines if "<br>" in line]
@@ -567,12 +640,15 @@ def test_comparisons_never_mix_scales(paper_dir: Path) -> None:
     written(paper_dir, "figure1", form={"kind": "points", "label": "accuracy"}, printed=None, claims=None, small=small)
     picture = Comparison(item("mine", "figure1"))
     assert [picture.runs_of("a", row)[0] for row in ("FedAvg", "Local")] == ["small", "small"]
-    # Once all rows of a claim have run at full scale, Posy judges the claim there, even over fewer seeds.
+    # Runs at full scale decide a claim before reduced runs, even over fewer seeds.
     other = {"title": "Table 3: the other row", "variants": TABLE["variants"][:1], "runs": TABLE["runs"][1:]}
     written(paper_dir, "table3", **other, seeds=[0], printed=None, claims=None, small=None)
     assert main(["paper", "mine", "table3", "--scale", "full", "-j", "1"]) == 0
     ((_, judged),) = Comparison(item("mine", "table1")).verdicts
-    assert (judged.scale, judged.pairs) == ("full", 1)
+    assert judged.deciding is not None and (judged.scale, judged.deciding.summary.seeds) == ("full", 1)
+    assert judged.reduced is not None and judged.reduced.scale == "small"
+    text = Path("docs/papers/mine.md").read_text(encoding="utf-8")
+    assert "- **undecided: too few seeds**: FedAvg is better (" in text and "; reduced runs: undecided, " in text
 
 
 def test_runs_with_other_settings_have_a_separate_folder(paper_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -842,10 +918,11 @@ def test_a_claim_can_use_one_point_for_all_rows(paper_dir: Path) -> None:
         last = [json.loads((folder / row / f"seed-{s}/summary.json").read_text())[point]["last"] for s in (0, 1)]
         return 50 * sum(evaluation["mean"] for evaluation in last)
 
-    (_, row_points), (_, same_point) = Comparison(item("mine", "table1")).verdicts
-    assert row_points.difference == pytest.approx(accuracy("FedAvg", "served") - accuracy("Local", "local"))
-    assert same_point.difference == pytest.approx(accuracy("FedAvg", "local") - accuracy("Local", "local"))
-    assert row_points.difference != same_point.difference
+    verdicts = Comparison(item("mine", "table1")).verdicts
+    row_points, same_point = (judged.tests[0].summary.mean for _, judged in verdicts)
+    assert row_points == pytest.approx(accuracy("FedAvg", "served") - accuracy("Local", "local"))
+    assert same_point == pytest.approx(accuracy("FedAvg", "local") - accuracy("Local", "local"))
+    assert row_points != same_point
 
 
 def test_pages_state_the_seeds_and_lines_use_common_seeds(paper_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

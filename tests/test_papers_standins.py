@@ -165,4 +165,5 @@ def test_the_page_lists_the_settings_of_the_command(run_case: Callable[[Case], t
     case = CASES["MNIST/raw"]
     _, page, _ = run_case(case)
     assert f" --scale {case.scale} {case.settings}`." in " ".join(page.split())
-    assert "num-server-rounds 1 (paper: 1000)" in page and "Reduced: 1 of 1000 rounds, 5 of 20 clients" in page
+    assert "num-server-rounds 1 (paper: 1000)" in page
+    assert "Reduced: 1 instead of 1000 rounds, 5 instead of 20 clients" in page

@@ -3,15 +3,16 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from posy.commands.papers.compare import Comparison
 from posy.commands.papers.item import MAIN_CLAIMS, Claim, Item, items
 from posy.commands.papers.record import in_percent
-from posy.commands.papers.requirements import datasets, reductions
-from posy.commands.papers.tables import markdown_table
-from posy.commands.papers.verdict import FAILS, HOLDS, NOT_TESTED, OUTCOMES, Verdict
+from posy.commands.papers.requirements import dataset_title, datasets, reductions
+from posy.commands.papers.tables import markdown_table, without_negative_zero
+from posy.commands.papers.verdict import FAILS, HOLDS, NOT_TESTED, OUTCOMES, UNDECIDED, Number, PairTest, Verdict
 from posy.settings import SettingsError
 from posy.strategies.registry import PAPERS
 from posy.words import capitalised, counted
@@ -19,20 +20,26 @@ from posy.yaml12 import read_yaml
 
 KEYS = ("say", "in", "claim")
 """Keys of a main claim: its text, the file of a table or figure without ``.yaml``, and the text of a claim there."""
+ALSO = "also"
+"""Optional key of a main claim: a list of further claims, with the same keys, whose outcomes the box shows, too."""
 BOX = ("main claim", "verdict", "evidence", "runs")
 """Columns of the verdict box."""
+LINE = "<br>"
+"""Line break in a cell of the verdict box."""
 REDUCED = "(reduced)"
 """Mark of an outcome from reduced runs."""
+TOO_FEW = "too few seeds"
 PLURALS = {HOLDS: "hold", FAILS: "do not hold"}
 
 
 @dataclass(frozen=True)
 class MainClaim:
-    """A main claim of a paper, and the claim in one of its tables and figures that decides it."""
+    """A main claim of a paper, the claim in one of its tables and figures that decides it, and further claims."""
 
     say: str
     item: Item
     claim: Claim
+    also: tuple["MainClaim", ...] = ()
 
 
 def main_claims(paper: str) -> list[MainClaim]:
@@ -47,42 +54,61 @@ def main_claims(paper: str) -> list[MainClaim]:
     if not file.is_file():
         return []
     by_name = {item.name: item for item in items(paper)}
-    claims = []
-    for entry in read_yaml(file).get("claims", []):
-        if not isinstance(entry, dict) or set(entry) != set(KEYS):
+
+    def read(entry: Any, keys: Collection[str]) -> MainClaim:
+        if not isinstance(entry, dict) or not set(KEYS) <= set(entry) <= {*keys}:
             raise SettingsError(f"{entry!r} in {file}: a main claim has the keys {', '.join(KEYS)}")
         item = by_name.get(entry["in"])
         claim = next((claim for claim in item.claims if claim.say == entry["claim"]), None) if item else None
         if item is None or claim is None:
             raise SettingsError(f"{entry['say']!r} in {file}: {entry['in']} has no claim {entry['claim']!r}")
-        claims.append(MainClaim(entry["say"], item, claim))
-    return claims
+        return MainClaim(entry["say"], item, claim, tuple(read(other, KEYS) for other in entry.get(ALSO, [])))
+
+    return [read(entry, (*KEYS, ALSO)) for entry in read_yaml(file).get("claims", [])]
 
 
 def main_verdicts(paper: str, comparisons: Sequence[Comparison]) -> list[tuple[MainClaim, Verdict]]:
     """Return the outcome of each main claim of a paper."""
-    outcomes = {
-        (comparison.item.name, claim.say): verdict
-        for comparison in comparisons
-        for claim, verdict in comparison.verdicts
-    }
-    return [(main, outcomes[main.item.name, main.claim.say]) for main in main_claims(paper)]
+    return [(main, _verdict_of(main, comparisons)) for main in main_claims(paper)]
+
+
+def _verdict_of(main: MainClaim, comparisons: Sequence[Comparison]) -> Verdict:
+    """Return the outcome of a main claim."""
+    comparison = _comparison_of(main, comparisons)
+    return next(verdict for claim, verdict in comparison.verdicts if claim == main.claim)
+
+
+def _comparison_of(main: MainClaim, comparisons: Sequence[Comparison]) -> Comparison:
+    """Return the table or figure that decides a main claim."""
+    return next(comparison for comparison in comparisons if comparison.item.name == main.item.name)
 
 
 def verdict_box(
     verdicts: Sequence[tuple[MainClaim, Verdict]], comparisons: Sequence[Comparison], links: Mapping[str, str]
 ) -> str:
     """Return the verdict box of a paper in Markdown; ``links`` contains the link to each table and figure."""
-    by_name = {comparison.item.name: comparison for comparison in comparisons}
     lines: list[Sequence[str]] = [BOX, ["---"] * len(BOX)]
     for main, verdict in verdicts:
-        comparison, size, link = by_name[main.item.name], "full size", links[main.item.name]
+        comparison, link = _comparison_of(main, comparisons), links[main.item.name]
+        word = outcome(verdict).replace(verdict.word, f"**{verdict.word}**", 1)
+        shown = evidence(comparison, main.claim, verdict)
+        runs = [f"{link}: {coverage(comparison, main.claim, verdict)}" if verdict.tests else link]
         if verdict.word == NOT_TESTED:
-            size = f"needs {' and '.join(datasets(comparison, main.claim))}"
-        elif verdict.scale == "small":
-            size = f"reduced: {reductions(comparison, main.claim)}"
-        word = outcome(verdict).replace(verdict.word, f"**{verdict.word}**")
-        lines.append([main.say, word, evidence(main.claim, verdict), f"{link}, {size}"])
+            runs = [f"{link}, needs {' and '.join(map(dataset_title, datasets(comparison, main.claim)))}"]
+        elif is_reduced(verdict):
+            runs.append(f"reduced: {reductions(comparison, main.claim)}")
+        else:
+            runs.append("full size")
+        if verdict.reduced:
+            word += f"{LINE}reduced runs: {verdict.reduced.word}"
+            shown += [f"reduced runs: {'; '.join(evidence(comparison, main.claim, verdict.reduced)[:1])}"]
+        for other in main.also:
+            outcome_of_other = _verdict_of(other, comparisons)
+            details = "; ".join(evidence(_comparison_of(other, comparisons), other.claim, outcome_of_other))
+            # A comparison beyond the paper has only one size.
+            word_of_other = outcome(outcome_of_other) if other.item.in_paper else outcome_of_other.word
+            shown.append(f"{other.say} ({links[other.item.name]}): {word_of_other}" + f" ({details})" * bool(details))
+        lines.append([main.say, word, LINE.join(shown), LINE.join(runs)])
     return markdown_table(lines)
 
 
@@ -94,13 +120,45 @@ def read_box(page: str) -> list[list[str]]:
 
 
 def counts_in(rows: Iterable[Sequence[str]]) -> str:
-    """Return the number of main claims with each outcome, from the rows of a verdict box."""
-    return count_outcomes(row[1].replace("*", "") for row in rows)
+    """Return sentences with the number of main claims with each outcome, from the rows of a verdict box."""
+    verdicts = [row[1].partition(LINE)[0] for row in rows]
+    return summary((verdict.split("**")[1], REDUCED in verdict) for verdict in verdicts)
+
+
+def summary(outcomes: Iterable[tuple[str, bool]]) -> str:
+    """Return sentences with the number of claims with each outcome.
+
+    Each outcome has a word and whether it comes from reduced runs. An example is ``1 holds at the paper's size. In
+    reduced runs, 3 hold and 1 is undecided``.
+    """
+    counts = Counter(outcomes)
+    at_size, reduced = (
+        [_number_of(word, counts[word, of]) for word in OUTCOMES[:-1] if counts[word, of]] for of in (False, True)
+    )
+    sentences = [f"{_and(at_size)} at the paper's size"] if at_size else []
+    sentences += [f"In reduced runs, {_and(reduced)}"] if reduced else []
+    sentences += [_number_of(NOT_TESTED, counts[NOT_TESTED, False])] if counts[NOT_TESTED, False] else []
+    return ". ".join(sentences)
+
+
+def _number_of(word: str, number: int) -> str:
+    """Return a number of claims with their outcome, such as ``3 hold`` or ``1 is undecided``."""
+    if word in PLURALS:
+        return f"{number} {PLURALS[word] if number > 1 else word}"
+    return f"{number} {'are' if number > 1 else 'is'} {word}"
+
+
+def _and(texts: Sequence[str]) -> str:
+    """Return texts as a list with commas and ``and``."""
+    *first, last = texts
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def outcome(verdict: Verdict) -> str:
     """Return the outcome of a claim, with a mark if it comes from reduced runs."""
-    return f"{verdict.word} {REDUCED}" if is_reduced(verdict) else verdict.word
+    too_few = f": {TOO_FEW}" if verdict.too_few and verdict.too_few == verdict.counts[UNDECIDED] else ""
+    word = verdict.word + too_few * (verdict.word == UNDECIDED)
+    return f"{word} {REDUCED}" if is_reduced(verdict) else word
 
 
 def is_reduced(verdict: Verdict) -> bool:
@@ -108,59 +166,162 @@ def is_reduced(verdict: Verdict) -> bool:
     return verdict.scale == "small" and verdict.word != NOT_TESTED
 
 
-def count_outcomes(outcomes: Iterable[str]) -> str:
+def count_outcomes(verdicts: Iterable[Verdict]) -> str:
     """Return the number of claims with each outcome, such as ``3 hold (reduced), 1 undecided``."""
-    counts = Counter(outcomes)
-    order = [text for word in OUTCOMES for text in (word, f"{word} {REDUCED}") if text in counts]
+    counts = Counter((verdict.word, is_reduced(verdict)) for verdict in verdicts)
+    return ", ".join(
+        f"{number} {PLURALS.get(word, word) if number > 1 else word}" + f" {REDUCED}" * reduced
+        for word in OUTCOMES
+        for reduced in (False, True)
+        if (number := counts[word, reduced])
+    )
 
-    def words(text: str) -> str:
-        word = text.removesuffix(f" {REDUCED}")
-        return text.replace(word, PLURALS.get(word, word)) if counts[text] > 1 else text
 
-    return ", ".join(f"{counts[text]} {words(text)}" for text in order)
-
-
-def describe(claim: Claim, verdict: Verdict) -> str:
+def describe(comparison: Comparison, claim: Claim, verdict: Verdict) -> str:
     """Return a claim and its outcome as text."""
-    if verdict.difference is None:
+    if verdict.deciding is None:
         return f"**{outcome(verdict)}**: {claim.say}"
     explanation = f" {capitalised(claim.why)}." if claim.why and verdict.word != HOLDS else ""
-    return f"**{outcome(verdict)}**: {claim.say} ({evidence(claim, verdict)}).{explanation}"
+    details = [*evidence(comparison, claim, verdict), coverage(comparison, claim, verdict)]
+    if verdict.reduced:
+        reduced = "; ".join(evidence(comparison, claim, verdict.reduced))
+        details.append(f"reduced runs: {verdict.reduced.word}, {reduced}")
+    return f"**{outcome(verdict)}**: {claim.say} ({'; '.join(details)}).{explanation}"
 
 
-def evidence(claim: Claim, verdict: Verdict) -> str:
-    """Return what decides a claim: the difference, the seeds and the result of the test; empty if untested.
+def evidence(comparison: Comparison, claim: Claim, verdict: Verdict) -> list[str]:
+    """Return what decides a claim, as parts of text; empty without runs.
 
-    An example is ``FedFew − IFCA: +1.25 ± 0.30 points, 3 seeds in 2 columns, p = 0.010``. If a claim does not hold in
-    all comparisons of two rows, the text also states in how many of them it holds.
+    The parts are the numbers of comparisons with each outcome, the rows that are above the claim's row, and the
+    deciding comparison with the result of its test.
     """
-    if verdict.difference is None:
-        return ""
-    p_value = verdict.p_value
-    seeds = counted(verdict.seeds, "seed")
-    if verdict.columns > 1:
-        seeds += f" in {verdict.columns} columns"
-        if verdict.pairs != verdict.seeds * verdict.columns:
-            seeds += f" ({verdict.pairs} pairs)"
-    if p_value is None:
-        test = "too few for a test"
-    elif verdict.std == 0:
-        test = "the same in all runs"
+    test = verdict.deciding
+    if test is None:
+        return []
+    item = comparison.item
+    rows = f"{item.label(test.pair.higher)} − {item.label(test.pair.lower)}"
+    column = f", {item.label(test.pair.column)}" if len(verdict.columns) > 1 else ""
+    difference = f"{rows}{column}: {_difference(item, claim, test.summary)}"
+    if len(verdict.tests) == 1:
+        parts = [f"{difference}, {_result(claim, test)}"]
+    elif verdict.too_few == len(verdict.tests):
+        parts = [f"{TOO_FEW} for a test in {_all(len(verdict.tests))} comparisons", f"lowest difference: {difference}"]
     else:
-        test = "p < 0.001" if p_value < 0.001 else f"p = {p_value:.3f}"
-    holding = f"the weakest of {verdict.compared} comparisons, {verdict.holding} of which hold"
-    some_fail = verdict.holding < verdict.compared > 1
-    return ", ".join([_difference(claim, verdict.difference, verdict), seeds, test, *([holding] if some_fail else [])])
+        parts = [count_comparisons(verdict) + _exceptions(item, verdict)]
+        if _disagree(verdict):
+            by_column = {column: [t for t in verdict.tests if t.pair.column == column] for column in verdict.columns}
+            texts = {column: _counts(tests) for column, tests in by_column.items()}
+            listed = "; ".join(f"{item.label(column)}: {text}" for column, text in texts.items())
+            parts += [listed] if len(set(texts.values())) > 1 else []
+        if above := _above(item, claim, verdict):
+            parts.append(f"higher mean than {item.label(claim.higher[0])}: {above}")
+        parts.append(f"weakest: {difference}, {_result(claim, test)}")
+    if verdict.not_run:
+        lower = dict.fromkeys(item.label(pair.lower) for pair in verdict.not_run)
+        parts.append(f"not run: {', '.join(lower)}")
+    return parts
 
 
-def _difference(claim: Claim, mean: float, verdict: Verdict) -> str:
-    """Return the difference that decides a claim as text, such as ``FedFew − IFCA: +1.25 ± 0.30 points``."""
-    digits = 0 if claim.measure.startswith("bytes") else 2 if in_percent(claim.measure) else 3
-    if (size := max(abs(mean), verdict.std or 0.0)) and size < 1:
+def count_comparisons(verdict: Verdict) -> str:
+    """Return the number of comparisons with each outcome, such as ``holds in 5, undecided in 3 of 8 comparisons``."""
+    number = len(verdict.tests)
+    if len(verdict.counts) == 1:
+        return f"{verdict.word} in {_all(number)} comparisons"
+    too_few = f" ({verdict.too_few} with {TOO_FEW})" if verdict.too_few else ""
+    return f"{_counts(verdict.tests)} of {number} comparisons{too_few}"
+
+
+def _all(number: int) -> str:
+    """Return ``both`` or, for example, ``all 3``."""
+    return "both" if number == 2 else f"all {number}"
+
+
+def _exceptions(item: Item, verdict: Verdict) -> str:
+    """Return the rows that a claim allows to be above its row, as text."""
+    rows = dict.fromkeys(item.label(test.pair.lower) for test in verdict.excepted)
+    return f", not counting the best other method ({', '.join(rows)})" if rows else ""
+
+
+def coverage(comparison: Comparison, claim: Claim, verdict: Verdict) -> str:
+    """Return the data sets, columns and seeds of the runs that decide a claim.
+
+    An example is ``CIFAR-10 and AG News; 2 of the claim's 9 columns, 3 seeds``.
+    """
+    tests = (*verdict.tests, *verdict.excepted)
+    variants = [name for test in tests for name in comparison.variants_of(test.pair)]
+    titles = dict.fromkeys(map(dataset_title, datasets(comparison, claim, variants)))
+    fewest, most = min(test.summary.seeds for test in tests), max(test.summary.seeds for test in tests)
+    seeds = counted(most, "seed") if fewest == most else f"{fewest} to {most} seeds"
+    total, columns = len(claim.variants or comparison.item.variants), ""
+    if total > 1 and "" not in verdict.columns:
+        columns = f"{_all(total)} columns, " if len(verdict.columns) == total else ""
+        columns = columns or f"{len(verdict.columns)} of the claim's {total} columns, "
+    return f"{_and([*titles])}; {columns}{seeds}" if titles else f"{columns}{seeds}"
+
+
+def _counts(tests: Sequence[PairTest]) -> str:
+    """Return the number of comparisons with each outcome, such as ``holds in 5, undecided in 3``."""
+    counts = Counter(test.word for test in tests)
+    return ", ".join(f"{word} in {counts[word]}" for word in OUTCOMES if counts[word])
+
+
+def _disagree(verdict: Verdict) -> bool:
+    """Return whether the difference of two rows has opposite signs in two columns."""
+    signs: dict[str, set[bool]] = {}
+    for test in verdict.tests:
+        signs.setdefault(str(test.pair), set()).add(test.summary.mean > 0)
+    return any(len(of_pair) > 1 for of_pair in signs.values())
+
+
+def _above(item: Item, claim: Claim, verdict: Verdict) -> str:
+    """Return the rows with a higher mean than the row that a claim compares with several rows, with their columns."""
+    if len(claim.higher) > 1 or len(claim.lower) == 1 or claim.within is not None or claim.spread:
+        return ""
+    columns_of: dict[str, list[str]] = {}
+    for test in (*verdict.tests, *verdict.excepted):
+        if test.summary.mean < 0:
+            columns_of.setdefault(test.pair.lower, []).append(test.pair.column)
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for row in claim.lower:
+        if row in columns_of:
+            groups.setdefault(tuple(columns_of[row]), []).append(item.label(row))
+    return "; ".join(
+        ", ".join(rows) + (f" ({', '.join(map(item.label, columns))})" if len(columns) < len(verdict.columns) else "")
+        for columns, rows in sorted(groups.items(), key=lambda group: -len(group[0]))
+    )
+
+
+def _result(claim: Claim, test: PairTest) -> str:
+    """Return the result of a test, such as ``p = 0.010``, with the name of the test unless it is a paired t-test."""
+    if test.p_value is None:
+        return f"{TOO_FEW} for a test"
+    if test.summary.std == 0:
+        return "the same in all runs"
+    p_value = "p < 0.001" if test.p_value < 0.001 else f"p = {test.p_value:.3f}"
+    if test.adjusted:
+        p_value = f"Holm-adjusted {p_value}"
+    if claim.spread:
+        return f"Levene's test: {p_value}"
+    if claim.within is not None:
+        unit = _unit(claim, f"{claim.within:g}")
+        return f"equivalence test within ±{claim.within:g}{unit}: {p_value}"
+    return p_value
+
+
+def _unit(claim: Claim, number: str) -> str:
+    """Return the unit of a difference, with a leading space."""
+    unit = "point" if in_percent(claim.measure) else "byte" if claim.measure.startswith("bytes") else ""
+    return f" {unit}{'' if number == '1' else 's'}" if unit else ""
+
+
+def _difference(item: Item, claim: Claim, number: Number) -> str:
+    """Return the difference that decides a claim as text, such as ``+1.25 ± 0.30 points``."""
+    mean, digits = number.mean, 0 if claim.measure.startswith("bytes") else 2 if in_percent(claim.measure) else 3
+    if (size := max(abs(mean), number.std or 0.0)) and size < 1:
         digits = max(digits, -math.floor(math.log10(size)))
-    std = "" if verdict.std is None else f" ± {verdict.std:.{digits}f}"
-    unit = " points" if in_percent(claim.measure) else " bytes" if claim.measure.startswith("bytes") else ""
-    return f"{verdict.of}: {mean:+.{digits}f}{std}{unit}"
+    std = "" if number.std is None else f" ± {number.std:.{digits}f}"
+    unit = _unit(claim, "") or f" in {item.measure_label(claim.measure)}"
+    return f"{without_negative_zero(f'{mean:+.{digits}f}')}{std}{unit}"
 
 
 def anchor(title: str) -> str:

@@ -11,7 +11,18 @@ from posy.commands.papers.counts import Counts, counted
 from posy.commands.papers.item import SCALES, Claim, Item, Printed, archives_of, restore_runs, stored_results
 from posy.commands.papers.memory import millions
 from posy.commands.papers.record import PARAMETERS, in_percent, measured, partial_coverage
-from posy.commands.papers.verdict import Number, Verdict, agrees, distances, number, verdict
+from posy.commands.papers.verdict import (
+    HOLDS,
+    NOT_TESTED,
+    UNDECIDED,
+    Number,
+    Pair,
+    Verdict,
+    agrees,
+    distances,
+    number,
+    verdict,
+)
 from posy.commands.table import Cell, Plan
 from posy.settings import Scalar
 from posy.strategies.registry import declared
@@ -167,6 +178,12 @@ class Comparison:
         """The outcome of each claim."""
         return [(claim, self._verdict(claim)) for claim in self.item.claims]
 
+    def variants_of(self, pair: Pair) -> list[str]:
+        """Return the variants that a comparison of two rows uses."""
+        if pair.column or " / " not in pair.higher:
+            return [pair.column]
+        return [_place(name, "")[0] for name in pair[:2]]
+
     def usual_seeds(self, scale: str) -> int:
         """Return the most frequent number of seeds per number at a scale, or 0 if there are no numbers."""
         frequencies = Counter(
@@ -222,29 +239,53 @@ class Comparison:
         return Entry(variant, "", "", None, None, "", state, "")
 
     def _verdict(self, claim: Claim) -> Verdict:
-        """Return the outcome of a claim, from runs at the same scale.
+        """Return the outcome of a claim at the largest scale with runs that test it, from runs at this scale only.
 
-        Choose the scale with the most comparable pairs of rows. If several scales tie, prefer the scale with the most
-        variants, then the larger scale.
+        Runs at the paper's size decide the claim before reduced runs, even if they have fewer seeds or rows.
         """
-        by_scale = {scale: self._differences(claim, scale) for scale in self.finished or ("",)}
-        scale = max(
-            reversed(by_scale),
-            key=lambda scale_name: (len({rows for rows, _ in by_scale[scale_name]}), len(by_scale[scale_name])),
-        )
-        differences: dict[str, list[float]] = {}
-        for (rows, _), by_seed in by_scale[scale].items():
-            differences.setdefault(rows, []).extend(by_seed.values())
-        judged = verdict(differences, claim.by, claim.within, claim.but)
-        deciding = [by_seed for (rows, _), by_seed in by_scale[scale].items() if rows == judged.of]
-        return replace(judged, scale=scale, seeds=len(set().union(*deciding)), columns=len(deciding))
+        by_scale = [judged for scale in self.finished or ("",) if (judged := self._verdict_at(claim, scale)).tests]
+        if not by_scale:
+            return Verdict(NOT_TESTED)
+        *smaller, largest = by_scale
+        return replace(largest, reduced=smaller[0] if smaller else None)
 
-    def _differences(self, claim: Claim, scale: str) -> dict[tuple[str, str], dict[int, float]]:
-        """Return the differences between a claim's higher and lower rows, keyed by pair of rows and variant.
+    def _verdict_at(self, claim: Claim, scale: str) -> Verdict:
+        """Return the outcome of a claim at a scale.
+
+        A claim cannot hold before all its planned rows have runs. It can fail earlier.
+        """
+        differences = self._differences(claim, scale)
+        judged = verdict(
+            {pair: list(by_seed.values()) for pair, by_seed in differences.items()}, claim.by, claim.within, claim.but
+        )
+        compared = {str(pair) for pair in differences}
+        pairs = itertools.starmap(Pair, itertools.product(claim.higher, claim.lower))
+        not_run = tuple(
+            pair
+            for pair in pairs
+            if str(pair) not in compared and all(self._is_planned(row, claim, scale) for row in pair[:2])
+        )
+        word = UNDECIDED if judged.word == HOLDS and not_run else judged.word
+        return replace(judged, word=word, scale=scale, not_run=not_run)
+
+    def _is_planned(self, name: str, claim: Claim, scale: str) -> bool:
+        """Return whether a row of a claim has planned runs at a scale, in a column in which other rows have runs."""
+        if scale not in self.plans:
+            return False
+        begun = {variant for variant, _ in self.finished[scale]}
+        variant_rows = {
+            self._read_off(*_place(name, variant))
+            for variant in claim.variants or self.item.variants
+            if variant in begun or " / " in name
+        }
+        return any((cell.variant, cell.row) in variant_rows for cell in self.plans[scale].cells)
+
+    def _differences(self, claim: Claim, scale: str) -> dict[Pair, dict[int, float]]:
+        """Return the differences between a claim's higher and lower rows in each column.
 
         Each mapping holds one difference for each seed that both rows share.
         """
-        differences: dict[tuple[str, str], dict[int, float]] = {}
+        differences: dict[Pair, dict[int, float]] = {}
         for higher, lower in itertools.product(claim.higher, claim.lower):
             # Rows whose names include a variant are compared once, not in every variant.
             for variant in [""] if " / " in higher else claim.variants or self.item.variants:
@@ -255,8 +296,7 @@ class Comparison:
                 if claim.spread:
                     above, below = distances(above), distances(below)
                 if shared := sorted(above.keys() & below.keys()):
-                    pair = f"{higher} − {lower}"
-                    differences[pair, variant] = {seed: above[seed] - below[seed] for seed in shared}
+                    differences[Pair(higher, lower, variant)] = {seed: above[seed] - below[seed] for seed in shared}
         return differences
 
 

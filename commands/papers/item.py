@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from posy.commands import archive
-from posy.commands.papers.record import POINTS, check_measure, collect
+from posy.commands.papers.record import POINTS, check_measure, collect, measure_title
 from posy.commands.table import Cell, Plan, plan_of
 from posy.settings import Scalar, SettingsError, nearest
 from posy.strategies.registry import PAPERS, normalised, read_settings, with_experiment
@@ -22,6 +22,7 @@ SCALES = ("small", "full")
 PARTS: dict[str, type | tuple[type, ...]] = {
     "shows": str,
     "here": str,
+    "names": dict,
     "measure": (str, list),
     "points": dict,
     "printed": dict,
@@ -170,6 +171,23 @@ class Item:
     def claims(self) -> list[Claim]:
         """The paper's claims about the item."""
         return [_claim(self, entry) for entry in self.content.get("claims", [])]
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """The paper's names of rows, variants and measures whose own names are keys of settings or ambiguous."""
+        return {**self.form.get("names", {}), **self.content.get("names", {})}
+
+    def label(self, name: str) -> str:
+        """Return the display name of a row or variant, or of a row and its variant (``VARIANT / ROW``)."""
+        variant, slash, row = name.partition(" / ")
+        if slash:
+            return f"{self.label(variant)} / {self.label(row)}"
+        prefix = f"{self.form['rows']} = " if "rows" in self.form and name in self.rows else ""
+        return self.names.get(name, f"{prefix}{name}")
+
+    def measure_label(self, measure: str) -> str:
+        """Return the display name of a measure."""
+        return self.names.get(measure, self.names.get(measure.removeprefix("round "), measure_title(measure)))
 
     @property
     def in_paper(self) -> bool:

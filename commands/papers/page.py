@@ -7,13 +7,21 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from posy.commands.papers.claims import anchor, count_outcomes, describe, main_verdicts, outcome, verdict_box
+from posy.commands.papers.claims import (
+    anchor,
+    count_outcomes,
+    describe,
+    is_reduced,
+    main_verdicts,
+    summary,
+    verdict_box,
+)
 from posy.commands.papers.compare import DIFFERS, DRAWN, NOT_COMPARABLE, NOT_RUN, STATES, Comparison, Entry
 from posy.commands.papers.draw import draw
 from posy.commands.papers.item import items
 from posy.commands.papers.requirements import missing_runs, needed_to_draw, needs, reductions
 from posy.commands.papers.tables import markdown_table, table
-from posy.commands.papers.verdict import NOT_TESTED, OUTCOMES
+from posy.commands.papers.verdict import MIN_SEEDS, NOT_TESTED, OUTCOMES
 from posy.commands.table import Cell, machines
 from posy.data.errors import DataError
 from posy.server_app.progress import duration
@@ -60,7 +68,7 @@ def states(comparison: Comparison, pictures: Sequence[str]) -> str:
 
 def claims(comparison: Comparison) -> str:
     """Return how many of a comparison's claims have each outcome."""
-    return count_outcomes(outcome(verdict) for _, verdict in comparison.verdicts)
+    return count_outcomes(verdict for _, verdict in comparison.verdicts)
 
 
 def changed(comparison: Comparison, scale: str) -> str:
@@ -131,10 +139,9 @@ def _verdicts(paper: str, comparisons: Sequence[Comparison], links: Mapping[str,
     if not verdicts:
         return [" · ".join(pages)]
     box = verdict_box(verdicts, comparisons, links)
-    summary = count_outcomes(outcome(verdict) for _, verdict in verdicts)
     notes = [
-        "*undecided*: no significant difference, or too few seeds. ± is the standard deviation over the pairs of runs, "
-        "and p is the p-value of the claim's test, corrected for the number of comparisons."
+        f"*undecided*: no significant difference, or fewer than {MIN_SEEDS} seeds. ± is the standard deviation over "
+        "the seeds, and p is from a paired t-test unless the table names another test."
     ]
     if any(verdict.scale == "small" and verdict.word != NOT_TESTED for _, verdict in verdicts):
         notes.insert(
@@ -142,7 +149,12 @@ def _verdicts(paper: str, comparisons: Sequence[Comparison], links: Mapping[str,
             "*(reduced)*: from smaller runs than the paper's, with fewer rounds, samples or clients or with a simpler "
             "network. They do not decide the claim at the paper's size.",
         )
-    return [f"**Main claims: {summary}.**", box, _filled(f"{' '.join(notes)} {' · '.join(pages)}")]
+    numbers = summary((verdict.word, is_reduced(verdict)) for _, verdict in verdicts)
+    return [
+        f"**{counted(len(verdicts), 'main claim')}.** {numbers}.",
+        box,
+        _filled(f"{' '.join(notes)} {' · '.join(pages)}"),
+    ]
 
 
 def _contents(comparisons: Sequence[Comparison], done: Sequence[Comparison], links: Mapping[str, str]) -> list[str]:
@@ -161,7 +173,7 @@ def _section(comparison: Comparison, pictures: Sequence[str]) -> list[str]:
     item = comparison.item
     parts = [_description(comparison)]
     tested = [(claim, verdict) for claim, verdict in comparison.verdicts if verdict.word != NOT_TESTED]
-    parts.append("\n".join(f"- {describe(claim, verdict)}" for claim, verdict in tested))
+    parts.append("\n".join(f"- {describe(comparison, claim, verdict)}" for claim, verdict in tested))
     numbers = table(comparison) if any(entry.numbers for entry in comparison.entries) else ""
     if (picture := _picture(comparison)) in pictures:
         parts.append(f"![{_name(comparison)}]({picture})")

@@ -20,6 +20,13 @@ MOST_CLIENTS = 40
 """Maximum number of clients for which a run records individual curves."""
 SPREADS = ("mean", "std", "min", "max", "tenth", "weighted", "jain")
 """Statistics over the clients in a summary."""
+SPREAD_TITLES = {
+    "min": "lowest client",
+    "max": "highest client",
+    "std": "standard deviation over the clients",
+    "jain": "Jain's index",
+}
+"""Display names of some statistics over the clients."""
 POINTS = ("served", "local", "own")
 """Evaluation points; ``own`` is the evaluation point of the run's method."""
 WHICH = ("last", "best", "upper-bound", "average")
@@ -122,6 +129,14 @@ def check_measure(measure: str, where: str) -> str:
     if measure in (*POOLED, *TOTALS, PARAMETERS) or over_clients or (len(words) == 2 and words[0] == "round"):
         return measure
     raise SettingsError(f"measure = {measure!r} in {where} is not a measure of a run; use, for example, `served last`")
+
+
+def measure_title(measure: str) -> str:
+    """Return the display name of a measure, such as ``served last, lowest client`` or ``inner entropy``."""
+    *words, last = measure.split()
+    if words[:1] == ["round"]:
+        return last.replace("_", " ")
+    return f"{' '.join(words)}, {SPREAD_TITLES[last]}" if last in SPREAD_TITLES else measure
 
 
 def in_percent(measure: str) -> bool:

@@ -17,14 +17,30 @@ WANTED = {name: files for name, _, files, _ in describe()}
 """Files that each data set requires in ``data-dir``."""
 SIZES = {"num-server-rounds": "rounds", "num-clients": "clients", "max-samples": "samples"}
 """Settings that determine the size of a run, with the names of the things that they count."""
+TITLES = {
+    "agnews": "AG News",
+    "cifar10": "CIFAR-10",
+    "cifar100": "CIFAR-100",
+    "cifar20": "CIFAR-20",
+    "emnist-letters": "EMNIST",
+    "fedisic": "FedISIC",
+    "femnist": "FEMNIST",
+    "fmnist": "Fashion-MNIST",
+    "kvasir": "Kvasir",
+    "mnist": "MNIST",
+    "sent140": "Sent140",
+    "tiny-imagenet": "Tiny ImageNet",
+}
+"""Usual names of the data sets."""
 REPLACED = ("model", "dataset")
 """Settings that reduced runs may replace with a smaller network or a data set that downloads automatically."""
 
 
 def reductions(comparison: Comparison, claim: Claim | None = None) -> str:
-    """Return the size of the finished reduced runs and of the paper's, as ``10 of 1000 rounds, 2000 samples``.
+    """Return the size of the finished reduced runs and of the paper's, as ``10 instead of 1000 rounds, 2000 samples``.
 
-    With ``claim``, only consider the variants that the claim covers.
+    If the sizes differ, return the size of each variant or row, such as ``15 instead of 50 rounds (MNIST); ...``. With
+    ``claim``, only consider the variants that the claim covers.
     """
     variants = (claim and claim.variants) or comparison.item.variants
     finished = comparison.finished.get("small", {}).items()
@@ -32,13 +48,35 @@ def reductions(comparison: Comparison, claim: Claim | None = None) -> str:
     if not reduced:
         return ""
     plan = comparison.item.plan("full") if comparison.decisive else comparison.plans["full"]
-    full = [cell for cell in plan.cells if cell.variant in {cell.variant for cell in reduced}]
+    variants_run = {cell.variant for cell in reduced}
+    full = [cell for cell in plan.cells if cell.variant in variants_run]
+    # Some methods have their own number of samples or rounds, so compare the runs of the same variant and row.
+    variant_rows = dict.fromkeys((cell.variant, cell.row) for cell in reduced)
+    sizes = {variant_row: _size(_at(reduced, variant_row), _at(full, variant_row)) for variant_row in variant_rows}
+    if len(set(sizes.values())) == 1:
+        return next(iter(sizes.values()))
+    groups: dict[str, list[str]] = {}
+    by_variant = all(len({sizes[key] for key in variant_rows if key[0] == variant}) == 1 for variant in variants_run)
+    for (variant, row), size in sizes.items():
+        names = groups.setdefault(size, [])
+        name = comparison.item.label(variant if by_variant else row)
+        names += [name] * (name not in names)
+    return "; ".join(f"{size} ({', '.join(names)})" for size, names in groups.items())
+
+
+def _at(cells: Sequence[Cell], variant_row: tuple[str, str]) -> list[Cell]:
+    """Return the runs of a variant and row."""
+    return [cell for cell in cells if (cell.variant, cell.row) == variant_row]
+
+
+def _size(reduced: Sequence[Cell], full: Sequence[Cell]) -> str:
+    """Return the size of reduced runs and of the paper's."""
     sizes = []
     for key, name in SIZES.items():
         counts, papers = _values(reduced, key), _values(full, key)
         if counts != papers:
-            of = "" if papers == {0} else f" of {_span(papers)}"  # 0 samples are all samples
-            sizes.append(f"{_span(counts)}{of} {name}")
+            instead = "" if papers == {0} else f" instead of {_span(papers)}"  # 0 samples are all samples
+            sizes.append(f"{_span(counts)}{instead} {name}")
     for key in REPLACED:
         names, papers = _values(reduced, key), _values(full, key)
         if names != papers:
@@ -46,11 +84,16 @@ def reductions(comparison: Comparison, claim: Claim | None = None) -> str:
     return ", ".join(sizes)
 
 
-def datasets(comparison: Comparison, claim: Claim) -> list[str]:
-    """Return the names of the data sets in the planned runs of a claim's variants."""
-    variants = claim.variants or comparison.item.variants
+def datasets(comparison: Comparison, claim: Claim, variants: Collection[str] = ()) -> list[str]:
+    """Return the data sets in the planned runs of some variants, by default of all variants that a claim covers."""
+    variants = variants or claim.variants or comparison.item.variants
     cells = [cell for plan in comparison.plans.values() for cell in plan.cells if cell.variant in variants]
     return list(dict.fromkeys(map(_dataset, cells)))
+
+
+def dataset_title(name: str) -> str:
+    """Return the usual name of a data set."""
+    return TITLES.get(name, name)
 
 
 def needs(comparison: Comparison, entry: Entry) -> str:

@@ -117,4 +117,10 @@ def _states(column: _Column, entries: Entries) -> set[str]:
 
 def text_of(value: Number, digits: int) -> str:
     """Return a number as text, with its standard deviation if it has one."""
-    return f"{value.mean:.{digits}f}" + (f" ± {value.std:.{digits}f}" if value.std is not None else "")
+    mean = without_negative_zero(f"{value.mean:.{digits}f}")
+    return mean + (f" ± {value.std:.{digits}f}" if value.std is not None else "")
+
+
+def without_negative_zero(number: str) -> str:
+    """Return a formatted number without its sign if all its digits are 0."""
+    return number.lstrip("+-") if not number.strip("+-0.") else number

@@ -2,13 +2,17 @@
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from scipy import stats
 
 LEVEL = 0.05
 """Significance level of all tests."""
+MIN_SEEDS = 3
+"""Minimum number of independent runs of each row in a test. Runs are independent if they have different seeds."""
 ROUNDING = 1e-12
 """Posy treats numbers as equal if their standard deviation is at most this fraction of their mean."""
 SPREADS, UNITS = 2.0, 2.0
@@ -55,107 +59,149 @@ def agrees(ours: Number, printed: float, spread: float | None, unit: float) -> b
     return abs(ours.mean - printed) <= max(min(SPREADS * both, UNITS * unit), unit)
 
 
+class Pair(NamedTuple):
+    """The two rows of a comparison, and the column (variant) in which they are compared."""
+
+    higher: str
+    lower: str
+    column: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.higher} − {self.lower}"
+
+
+@dataclass(frozen=True)
+class PairTest:
+    """The outcome of one comparison.
+
+    ``p_value`` is None if there are fewer than ``MIN_SEEDS`` pairs of runs. ``adjusted`` states whether Holm's
+    correction applies to it. ``summary`` summarises the differences over the seeds.
+    """
+
+    pair: Pair
+    word: str
+    p_value: float | None
+    summary: Number
+    adjusted: bool = False
+
+
 @dataclass(frozen=True)
 class Verdict:
     """The outcome of a claim; ``word`` is one of ``OUTCOMES``.
 
-    ``difference``, ``std``, ``pairs`` and ``p_value`` describe the two rows that decide the outcome, and ``of`` names
-    these rows. The p-value is None for a single pair of results. The pairs of results come from ``seeds`` seeds and
-    ``columns`` variants, in runs at the scale ``scale``. The claim holds for ``holding`` of ``compared`` pairs of rows.
+    ``tests`` has a test for each pair of rows and column, in runs at the scale ``scale``. ``deciding`` is one of these
+    tests, or None without runs. ``excepted`` are the comparisons that the claim allows to be opposite. ``not_run`` are
+    the pairs of rows of the claim that have no runs at this scale yet. ``reduced`` is the outcome in reduced runs if
+    the runs have the paper's size.
     """
 
     word: str
-    difference: float | None = None
-    std: float | None = None
-    pairs: int = 0
-    p_value: float | None = None
-    of: str = ""
-    holding: int = 0
-    compared: int = 0
+    tests: tuple[PairTest, ...] = ()
+    deciding: PairTest | None = None
+    excepted: tuple[PairTest, ...] = ()
     scale: str = ""
-    seeds: int = 0
-    columns: int = 0
+    not_run: tuple[Pair, ...] = ()
+    reduced: "Verdict | None" = None
 
+    @property
+    def counts(self) -> Counter[str]:
+        """Number of comparisons with each outcome."""
+        return Counter(test.word for test in self.tests)
 
-@dataclass(frozen=True)
-class _Test:
-    """The outcome for two rows, its p-value (None for a single pair of results), and the summary of the differences."""
+    @property
+    def columns(self) -> list[str]:
+        """Columns in which the rows are compared."""
+        return list(dict.fromkeys(test.pair.column for test in (*self.tests, *self.excepted)))
 
-    word: str
-    p_value: float | None
-    summary: Number
+    @property
+    def too_few(self) -> int:
+        """Number of comparisons with too few independent runs for a test."""
+        return sum(test.p_value is None for test in self.tests)
 
 
 def verdict(
-    differences: Mapping[str, Sequence[float]], by: float = 0.0, within: float | None = None, but: int = 0
+    differences: Mapping[Pair, Sequence[float]], by: float = 0.0, within: float | None = None, but: int = 0
 ) -> Verdict:
     """Judge a claim by the differences between its rows, in the claimed direction.
 
-    The claim holds if it holds for every pair of rows with differences. It holds for a pair if the mean difference is
-    significantly above ``by`` (two-sided t-test, 5 %). The claim does not hold if the mean difference of any pair is
-    significantly below ``by``, with Holm's correction for the number of pairs. Otherwise it is undecided.
+    Each comparison is a pair of rows in one column, with one difference per seed. The claim holds if it holds for every
+    comparison. It holds for a comparison if the mean difference is significantly above ``by`` (two-sided t-test, 5 %).
+    The claim does not hold if the mean difference of any comparison is significantly below ``by``, with Holm's
+    correction for the number of tests. Otherwise it is undecided. A comparison with fewer than ``MIN_SEEDS`` seeds is
+    undecided without a test.
 
-    With ``within``, the claim holds for a pair if the absolute mean difference is significantly below ``within`` (two
-    one-sided t-tests, 5 % each: Schuirmann, 1987). The claim does not hold if this difference is significantly above
-    ``within``.
+    With ``within``, the claim holds for a comparison if the absolute mean difference is significantly below ``within``
+    (two one-sided t-tests, 5 % each: Schuirmann, 1987). The claim does not hold if this difference is significantly
+    above ``within``.
 
-    The deciding pair of a claim that holds is the pair with the largest p-value. Otherwise it is the pair with the
-    lowest mean difference (with ``within``, the largest absolute one) among the pairs with the claim's outcome.
+    The deciding comparison of a claim that holds is the comparison with the largest p-value. Otherwise it is the
+    comparison with the lowest mean difference (with ``within``, the largest absolute one) among the comparisons with
+    the claim's outcome, tested ones first.
 
     Parameters
     ----------
-    differences : mapping of str to sequence of float
-        Differences, keyed by the names of the two rows. Each is between two runs with the same seed and variant.
+    differences : mapping of Pair to sequence of float
+        Differences of each comparison. Each difference is between two runs with the same seed.
     but : int
-        Number of lower rows that may be above the higher row. The test ignores this many pairs, starting with the
-        smallest mean difference. With 1, the claim is that the row is first or second.
+        Number of lower rows that may be above the higher row in each column. The verdict ignores this many rows per
+        column, starting with the smallest mean difference. With 1, the claim is that the row is first or second.
     """
-    means = sorted((statistics.fmean(values), pair) for pair, values in differences.items() if values)
-    tests = _corrected({pair: _compared(differences[pair], by, within) for _, pair in means[but:]})
+    tests = [_compared(pair, values, by, within) for pair, values in differences.items() if values]
+    excepted = _lowest(tests, but)
+    tests = _corrected([test for test in tests if test not in excepted])
     if not tests:
         return Verdict(NOT_TESTED)
-    words = [test.word for test in tests.values()]
+    words = {test.word for test in tests}
     overall = next((word for word in (FAILS, UNDECIDED) if word in words), HOLDS)
-    deciding = {pair: test for pair, test in tests.items() if test.word == overall}
 
-    def adversity(pair: str) -> float:
-        test = deciding[pair]
+    def adversity(test: PairTest) -> tuple[bool, float]:
         if overall == HOLDS:
-            return test.p_value or 0.0
-        return -test.summary.mean if within is None else abs(test.summary.mean)
+            return True, test.p_value or 0.0
+        mean = test.summary.mean
+        return test.p_value is not None, -mean if within is None else abs(mean)
 
-    pair = max(deciding, key=adversity)
-    test = deciding[pair]
-    mean, std, pairs = test.summary.mean, test.summary.std, test.summary.seeds
-    return Verdict(overall, mean, std, pairs, test.p_value, pair, words.count(HOLDS), len(words))
+    deciding = max((test for test in tests if test.word == overall), key=adversity)
+    return Verdict(overall, tuple(tests), deciding, tuple(excepted))
 
 
-def _compared(differences: Sequence[float], by: float, within: float | None) -> _Test:
-    """Test the differences between two rows."""
+def _lowest(tests: Sequence[PairTest], number: int) -> list[PairTest]:
+    """Return the tests with the lowest mean difference, ``number`` in each column."""
+    by_column: dict[str, list[PairTest]] = {}
+    for test in tests:
+        by_column.setdefault(test.pair.column, []).append(test)
+    return [test for group in by_column.values() for test in sorted(group, key=lambda test: test.summary.mean)[:number]]
+
+
+def _compared(pair: Pair, differences: Sequence[float], by: float, within: float | None) -> PairTest:
+    """PairTest the differences between two rows."""
     summary = number(differences)
     assert summary is not None
-    if summary.std is None:
-        return _Test(UNDECIDED, None, summary)
+    if summary.seeds < MIN_SEEDS:
+        return PairTest(pair, UNDECIDED, None, summary)
     if within is None:
         as_claimed, otherwise = 2 * _greater(differences, by), 2 * _less(differences, by)
     else:
         as_claimed = max(_greater(differences, -within), _less(differences, within))
         otherwise = 2 * min(_less(differences, -within), _greater(differences, within))
     if as_claimed < LEVEL:
-        return _Test(HOLDS, as_claimed, summary)
+        return PairTest(pair, HOLDS, as_claimed, summary)
     if otherwise < LEVEL:
-        return _Test(FAILS, otherwise, summary)
-    return _Test(UNDECIDED, min(as_claimed, otherwise, 1.0) if within is None else min(as_claimed, 1.0), summary)
+        return PairTest(pair, FAILS, otherwise, summary)
+    p_value = min(as_claimed, otherwise, 1.0) if within is None else min(as_claimed, 1.0)
+    return PairTest(pair, UNDECIDED, p_value, summary)
 
 
-def _corrected(tests: Mapping[str, _Test]) -> dict[str, _Test]:
-    """Apply Holm's correction to the p-values of the pairs of rows for which a claim does not hold."""
-    corrected, largest = dict(tests), 0.0
-    failing = sorted((test.p_value or 0.0, pair) for pair, test in tests.items() if test.word == FAILS)
-    for rank, (p_value, pair) in enumerate(failing):
-        largest = max(largest, min(p_value * (len(tests) - rank), 1.0))
-        corrected[pair] = _Test(FAILS if largest < LEVEL else UNDECIDED, largest, tests[pair].summary)
-    return corrected
+def _corrected(tests: Sequence[PairTest]) -> list[PairTest]:
+    """Apply Holm's correction to the p-values of the comparisons for which a claim does not hold."""
+    number_of_tests = sum(test.p_value is not None for test in tests)
+    failing = sorted((test for test in tests if test.word == FAILS), key=lambda test: (test.p_value or 0.0, test.pair))
+    corrected: dict[Pair, PairTest] = {}
+    largest = 0.0
+    for rank, test in enumerate(failing):
+        largest = max(largest, min((test.p_value or 0.0) * (number_of_tests - rank), 1.0))
+        word = FAILS if largest < LEVEL else UNDECIDED
+        corrected[test.pair] = replace(test, word=word, p_value=largest, adjusted=number_of_tests > 1)
+    return [corrected.get(test.pair, test) for test in tests]
 
 
 def _less(differences: Sequence[float], than: float) -> float:
