@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,16 @@ from posy.commands.cli import main
 from posy.commands.papers import claims as claims_module
 from posy.commands.papers import item as item_module
 from posy.commands.papers import page as page_module
-from posy.commands.papers.claims import count_outcomes, counts_in, describe, main_claims, outcome, read_box
+from posy.commands.papers.claims import (
+    count_outcomes,
+    counts_in,
+    coverage,
+    describe,
+    evidence,
+    main_claims,
+    outcome,
+    read_box,
+)
 from posy.commands.papers.compare import Comparison
 from posy.commands.papers.counts import FILE, count, counted
 from posy.commands.papers.draw import FORMS
@@ -26,6 +36,8 @@ from posy.commands.papers.item import SELDOM, Claim, item, items, papers
 from posy.commands.papers.memory import stored_parameters
 from posy.commands.papers.page import changed, page
 from posy.commands.papers.record import in_percent, measured, partial_coverage, recorded_numbers
+from posy.commands.papers.requirements import reductions
+from posy.commands.papers.tables import without_negative_zero
 from posy.commands.papers.verdict import MIN_SEEDS, Number, Pair, PairTest, Verdict, agrees, distances, number, verdict
 from posy.commands.table import read_plan
 from posy.settings import SettingsError
@@ -534,14 +546,14 @@ def test_main_claims_come_first_with_their_verdicts(paper_dir: Path, capsys: pyt
     within = (
         f"equivalence test within ±100 points: p {f'= {little.p_value:.3f}' if little.p_value > 0.001 else '< 0.001'}"
     )
-    other = f"The same ([Table 1](#table-1)): {judged['two epochs are better than one'].word} (reduced) ({difference}"
+    other = f"The same ([Table 1](#table-1)): {judged['two epochs are better than one'].word} (reduced), {difference}"
     runs = "[Table 1](#table-1): digits; 3 seeds<br>reduced: 2 instead of 4 rounds, 300 samples"
     assert rows == [
         ["More passes help", f"**{word}** (reduced)", f"{difference}p = {more.p_value:.3f}", runs],
         [
             "Passes hardly matter",
             "**holds** (reduced)",
-            f"{difference}{within}<br>{other}p = {more.p_value:.3f})",
+            f"{difference}{within}<br>{other.removesuffix(', ')}",
             runs,
         ],
         ["Federation helps", "**not tested**", "", "[Table 1](#table-1), needs digits"],
@@ -594,8 +606,8 @@ def test_changed_settings_ignore_methods_without_them(monkeypatch: pytest.Monkey
     [
         (0.25, 0.1, "local last", "+0.25 ± 0.10 points"),
         (-0.0004, 0.0001, "local last", "-0.0004 ± 0.0001 points"),
-        (3e-5, 1e-5, "round inner_entropy", "+0.00003 ± 0.00001 in inner entropy"),
-        (0.03, 0.01, "local last jain", "+0.030 ± 0.010 in local last, Jain's index"),
+        (3e-5, 1e-5, "round inner_entropy", "+0.00003 ± 0.00001 (inner entropy)"),
+        (0.03, 0.01, "local last jain", "+0.030 ± 0.010 (local last, Jain's index)"),
         (-0.00008, 0.05, "local last", "0.00 ± 0.05 points"),
         (0.0, 0.0, "local last", "0.00 ± 0.00 points"),
         (1.0, 2.0, "bytes-up", "+1 ± 2 bytes"),
@@ -610,6 +622,80 @@ def test_small_differences_keep_their_first_digit(
     text = describe(Comparison(item("mine", "table1")), claim, Verdict("holds", (test,), test, scale="full"))
     result = "the same in all runs" if std == 0 else "p = 0.010"
     assert text == f"**holds**: so (FedAvg − Local: {expected}, {result}; digits; 3 seeds)."
+
+
+def compared(mean: float, lower: str, column: str, word: str = "undecided") -> PairTest:
+    """Return a test of FedAvg minus another row."""
+    return PairTest(Pair("FedAvg", lower, column), word, 0.5, Number(mean, 1.0, 3))
+
+
+def test_evidence_counts_comparisons_and_names_the_rows_above(paper_dir: Path) -> None:
+    written(paper_dir, names={"a": "first setting"}, small={"settings": {"max-samples": 300}, "variants": {}})
+    comparison = Comparison(item("mine", "table1"))
+    claim = Claim("so", ("FedAvg",), ("Local", "Other"), measure="local last")
+    tests = (
+        compared(1.0, "Local", "a", "holds"),
+        compared(-2.0, "Local", "b"),
+        compared(-1.0, "Other", "a"),
+        compared(-1.5, "Other", "b"),
+    )
+    parts = evidence(comparison, claim, Verdict("undecided", tests, tests[1], scale="full"))
+    assert parts == [
+        "holds in 1, undecided in 3 of 4 comparisons",
+        "first setting: holds in 1, undecided in 1; b: undecided in 2",
+        "higher mean than FedAvg: Other; Local (b)",
+        "weakest: FedAvg − Local, b: -2.00 ± 1.00 points, p = 0.500",
+    ]
+    first = Verdict("holds", tests[:1], tests[0], tests[2:3], scale="full", not_run=(Pair("FedAvg", "Third"),))
+    assert evidence(comparison, claim, first)[1:] == ["not run: Third"]
+    assert coverage(comparison, claim, first) == "digits; 1 of the claim's 2 columns, 3 seeds"
+    spread = Claim("so", ("FedAvg",), ("Local",), measure="local last", spread=True)
+    adjusted = replace(tests[1], adjusted=True)
+    (text,) = evidence(comparison, spread, Verdict("undecided", (adjusted,), adjusted, scale="full"))
+    assert text.endswith("points, Levene's test: Holm-adjusted p = 0.500")
+
+
+def test_a_claim_cannot_hold_before_all_its_rows_have_runs(paper_dir: Path) -> None:
+    runs = [*TABLE["runs"], {"name": "Ditto", "settings": {"method": "ditto"}}]
+    claim = {"say": "so", "higher": "FedAvg", "lower": ["Local", "Ditto"], "by": -1000}  # it holds for any numbers
+    common: dict[str, Any] = {"variants": None, "printed": None, "reasons": None, "claims": [claim], "small": None}
+    written(paper_dir, **{**common, "claims": None}, seeds=[0, 1, 2])
+    assert main(["paper", "mine", "table1", "--scale", "full", "-j", "1"]) == 0
+    written(paper_dir, **common, runs=runs, seeds=[0, 1, 2])
+    ((_, judged),) = Comparison(item("mine", "table1")).verdicts
+    assert (judged.word, judged.counts) == ("undecided", {"holds": 1})
+    assert [pair.lower for pair in judged.not_run] == ["Ditto"]
+
+
+def test_reductions_name_the_variants_or_rows_with_their_own_size(paper_dir: Path) -> None:
+    for changed_part, names in (("variants", "ab"), ("runs", ("FedAvg", "Local"))):
+        small = {"settings": {"num-server-rounds": 2}, changed_part: {names[1]: {"num-server-rounds": 1}}}
+        written(paper_dir, printed=None, reasons=None, claims=None, small=small, seeds=[0])
+        assert main(["paper", "mine", "table1", "-j", "1"]) == 0
+        assert reductions(Comparison(item("mine", "table1"))) == (
+            f"2 instead of 4 rounds ({names[0]}); 1 instead of 4 rounds ({names[1]})"
+        )
+
+
+def test_wide_tables_have_a_part_for_each_variant_and_display_names(paper_dir: Path) -> None:
+    measures = ["served last", "served last min", "served last max", "local last", "round train_loss"]
+    common: dict[str, Any] = {"printed": None, "reasons": None, "claims": None, "seeds": [0]}
+    common["small"] = {"settings": {"num-server-rounds": 1, "max-samples": 300}}
+    names = {"a": "first setting", "local last": "after training", "Local": "on its own"}
+    written(paper_dir, **common, measure=measures, names=names)
+    assert main(["paper", "mine", "table1", "-j", "1"]) == 0
+    text = Path("docs/papers/mine.md").read_text(encoding="utf-8")
+    columns = ["served last", "served last, lowest client", "served last, highest client", "after training"]
+    header = f"| {' | '.join(['reduced, 1 seed', *columns, 'train loss'])} |\n"
+    assert text.count(header) == 2 and f"**first setting**\n\n{header}" in text and f"**b**\n\n{header}" in text
+    assert text.count("| on its own | ") == 2
+    assert "after training (`local last`); train loss (`round train_loss`)" in " ".join(text.split())
+
+
+def test_rounded_zeros_have_no_sign() -> None:
+    assert [without_negative_zero(text) for text in ("-0.000", "+0.00", "-0.001", "+1", "0")] == [
+        *("0.000", "0.00", "-0.001", "+1", "0"),
+    ]
 
 
 def test_comparisons_never_mix_scales(paper_dir: Path) -> None:

@@ -213,7 +213,13 @@ def _how(comparison: Comparison) -> str:
         for scale in comparison.scales
     )
     size = f" Reduced: {reduced} ({SETTINGS})." if (reduced := reductions(comparison)) else ""
-    return f"Command: {command}. Metrics: {'; '.join(item.measures)}{_points(comparison)}.{size}"
+    measures = map(_metric, item.measures, map(item.measure_label, item.measures))
+    return f"Command: {command}. Metrics: {'; '.join(measures)}{_points(comparison)}.{size}"
+
+
+def _metric(measure: str, label: str) -> str:
+    """Return the display name of a measure, with the measure itself if that differs."""
+    return measure if label == measure else f"{label} (`{measure}`)"
 
 
 def _not_run(comparisons: Sequence[Comparison], pictures: Sequence[str]) -> list[str]:
@@ -347,7 +353,7 @@ def _positions(entries: Sequence[Entry], comparison: Comparison) -> str:
         entry.variant if sizes[entry.variant] == listed[entry.variant] else f"{entry.variant} / {entry.row}"
         for entry in entries
     )
-    return "; ".join(dict.fromkeys(name.removeprefix(" / ") for name in names))
+    return "; ".join(dict.fromkeys(comparison.item.label(name).removeprefix(" / ") for name in names))
 
 
 def _points(comparison: Comparison) -> str:
@@ -358,7 +364,8 @@ def _points(comparison: Comparison) -> str:
     for row, (_, measure) in comparison.item.readings.items():
         if [measure] != comparison.item.measures:
             points.setdefault(measure, []).append(row)
-    return "".join(f"; {point} ({'; '.join(rows)})" for point, rows in points.items())
+    label = comparison.item.label
+    return "".join(f"; {point} ({'; '.join(map(label, rows))})" for point, rows in points.items())
 
 
 def _shown(key: str, value: Scalar) -> str:

@@ -10,6 +10,8 @@ from posy.words import counted
 
 PAPER = "paper"
 """Name of the columns with the paper's numbers, in addition to the names of the scales."""
+WIDE = 8
+"""Maximum number of columns of a table with several measures and variants."""
 MARKS = {REPRODUCED: " ✓", DIFFERS: " ≠"}
 
 
@@ -29,19 +31,36 @@ def table(comparison: Comparison) -> str:
     """Return a Markdown table of the finished runs, with separate columns for the paper and for each scale.
 
     A header states what ± means in its column. If all columns have the same source, the first header states it for
-    them. Rows and columns without finished runs are omitted.
+    them. Rows and columns without finished runs are omitted. A wide table with several measures becomes one table for
+    each variant.
     """
     entries = {(entry.variant, entry.measure, entry.row): entry for entry in comparison.entries if entry.numbers}
     columns = list(_columns(comparison, entries))
-    rows = [row for row in comparison.item.rows if any(key[2] == row for key in entries)]
-    names = [_name(comparison, column) for column in columns]
+    variants = dict.fromkeys(column.variant for column in columns)
+    if len(columns) <= WIDE or len(comparison.item.measures) == 1 or len(variants) == 1:
+        return _table(comparison, columns, entries, [_name(comparison, column) for column in columns])
+    parts = []
+    for variant in variants:
+        of_variant = [column for column in columns if column.variant == variant]
+        names = [comparison.item.measure_label(column.measure) for column in of_variant]
+        parts += [f"**{comparison.item.label(variant)}**", _table(comparison, of_variant, entries, names)]
+    return "\n\n".join(parts)
+
+
+def _table(comparison: Comparison, columns: Sequence[_Column], entries: Entries, names: Sequence[str]) -> str:
+    """Return a Markdown table with some columns and their names."""
+    shown = {(column.variant, column.measure) for column in columns}
+    rows = [row for row in comparison.item.rows if any(key[2] == row and key[:2] in shown for key in entries)]
     sources = [_source(comparison, column, entries) for column in columns]
     header = ["", *(f"{name}<br>{source}" for name, source in zip(names, sources, strict=True))]
     return markdown_table(
         [
             header if len(set(sources)) > 1 else [sources[0], *names],
             ["---", *["---:"] * len(columns)],
-            *([row, *(_cell(comparison, column, row, entries) for column in columns)] for row in rows),
+            *(
+                [comparison.item.label(row), *(_cell(comparison, column, row, entries) for column in columns)]
+                for row in rows
+            ),
         ]
     )
 
@@ -66,8 +85,9 @@ def _columns(comparison: Comparison, entries: Entries) -> Iterator[_Column]:
 
 def _name(comparison: Comparison, column: _Column) -> str:
     """Return the name of a column: the variant, and the measure if there are several."""
-    measure = column.measure if len(comparison.item.measures) > 1 else ""
-    return ", ".join(filter(None, (column.variant, measure))) or column.measure
+    item = comparison.item
+    measure = item.measure_label(column.measure) if len(item.measures) > 1 else ""
+    return ", ".join(filter(None, (item.label(column.variant), measure))) or item.measure_label(column.measure)
 
 
 def _source(comparison: Comparison, column: _Column, entries: Entries) -> str:

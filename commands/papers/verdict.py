@@ -173,7 +173,7 @@ def _lowest(tests: Sequence[PairTest], number: int) -> list[PairTest]:
 
 
 def _compared(pair: Pair, differences: Sequence[float], by: float, within: float | None) -> PairTest:
-    """PairTest the differences between two rows."""
+    """Test the differences between two rows."""
     summary = number(differences)
     assert summary is not None
     if summary.seeds < MIN_SEEDS:
