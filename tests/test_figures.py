@@ -1,7 +1,7 @@
 """Figures of small, large and empty input, drawn without global state."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -253,6 +253,21 @@ def test_gains_are_sorted_by_the_local_score(drawn: list[Figure], tmp_path: Path
     assert image.get_array()[0].tolist() == [2, 3, 1]
     low, high = image.get_clim()
     assert -low == high < 8
+
+
+@pytest.mark.parametrize("rows", [1, 3, 12])
+@pytest.mark.parametrize("columns", [(), ("a", "b", "c")])
+def test_the_colour_bar_of_gains_is_below_the_label(
+    rows: int, columns: Sequence[str], drawn: list[Figure], tmp_path: Path
+) -> None:
+    gains = [[1.0, -2.0, 3.0]] * rows
+    names = [f"method {row}" for row in range(rows)]
+    figures.gains({"x": ([0.9, 0.1, 0.5], gains)}, names, tmp_path / "figure.png", columns=columns, unit=", points")
+    drawn[0].draw_without_rendering()  # places the axes
+    _, cells, bar = drawn[0].axes
+    label, end = cells.xaxis.label.get_window_extent(), bar.get_window_extent()
+    assert end.y1 < label.y0
+    assert end.width > 0.8 * cells.get_window_extent().width and end.height > 5  # pixels
 
 
 def test_each_main_method_has_one_colour_and_baselines_are_grey() -> None:

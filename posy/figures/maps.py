@@ -137,12 +137,18 @@ def gains(
     values = np.concatenate([style.numbers(matrix).ravel() for _, matrix in panels.values()])
     limit = float(np.nanpercentile(np.abs(values), _CLIPPED)) or 1.0
     norm = Normalize(-limit, limit)
-    height = 0.17 * len(rows) + 2.1
+    rows_height, bar_height = 0.17 * len(rows) + 0.1, 0.08
+    height = rows_height + 2.1
     with style.canvas(path, height, title, note) as figure:
+        # The colour bar has its own row, because a bar next to a low heat map would overlap its label.
+        ratios = (0.9, rows_height, bar_height)
         grid = figure.subplots(
-            2, len(panels), squeeze=False, sharey="row", height_ratios=(0.9, height - 2.0), gridspec_kw={"hspace": 0.02}
+            3, len(panels), squeeze=False, sharey="row", height_ratios=ratios, gridspec_kw={"hspace": 0.02}
         )
-        for (top, axes), (name, (local, matrix)) in zip(grid.T, panels.items(), strict=True):
+        bar_axes = figure.add_subplot(grid[2, 0].get_gridspec()[2, :])
+        for axes in grid[2]:
+            axes.remove()
+        for (top, axes), (name, (local, matrix)) in zip(grid[:2].T, panels.items(), strict=True):
             scores = style.numbers(local)
             order = np.arange(len(scores)) if columns else np.argsort(scores, kind="stable")
             top.plot(scores[order], "o", color=style.SOFT, markersize=3, markeredgewidth=0)
@@ -152,15 +158,15 @@ def gains(
             panel = Panel(style.numbers(matrix)[:, order], "", clients, xticks=columns, diverging=True)
             image = _draw(axes, panel, norm)
             if columns:
-                _write_values(axes, image, height - 2.0, (style.WIDTH - 1.8) / len(panels))
+                _write_values(axes, image, rows_height, (style.WIDTH - 1.8) / len(panels))
             else:
                 axes.set_xticks([])
         grid[0, 0].set_ylabel(f"local\n{score}", fontsize=style.SMALL)
         style.name_rows(grid[1, 0], rows, colours or {})
+        label = f"gain over local training{unit}"
         bar = figure.colorbar(
-            image, ax=grid[1, :], location="bottom", fraction=0.03, pad=0.02, aspect=50, extend="both",
-            label=f"gain over local training{unit}",
-        )  # fmt: skip
+            image, cax=bar_axes, orientation="horizontal", extend="both", extendfrac=0.02, label=label
+        )
         bar.outline.set_visible(False)
 
 
