@@ -25,7 +25,7 @@ import pandas as pd
 
 from posy.accounting import MODES
 from posy.commands.launch import toml
-from posy.commands.papers.claims import counts_in, read_box
+from posy.commands.papers.claims import LINE, counts_in, read_box
 from posy.data.policy import Policy
 from posy.data.published import describe
 from posy.data.task import CLASSIFICATION, TARGETS
@@ -138,7 +138,8 @@ def papers_claims() -> str:
     for (_, name, _, title), method in zip(rows, METHODS, strict=False):
         for number, (claim, verdict, _, runs) in enumerate(main_claims(method)):
             paper = "" if number else f"[{name}]({method}.md): {title}"
-            lines.append([paper, claim, verdict, runs.replace("(#", f"({method}.md#")])
+            cells = (cell.replace(LINE, "; ") for cell in (verdict, runs.replace("(#", f"({method}.md#")))
+            lines.append([paper, claim, *cells])
     return table(["paper", "main claim", "verdict", "runs"], lines)
 
 

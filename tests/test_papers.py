@@ -168,7 +168,8 @@ def test_a_t_test_judges_a_claim(differences: list[float], by: float, word: str)
 @pytest.mark.parametrize("differences", [[3.0], [1.0, 1.0], [1.0, 1.001]])
 def test_too_few_seeds_are_not_tested(differences: list[float]) -> None:
     """Two seeds in several columns are still two independent runs of each row."""
-    assert len(differences) < MIN_SEEDS
+    assert len(differences) < MIN_SEEDS == 3
+    assert "needs at least three independent runs" in (ROOT / "docs/papers/reading.md").read_text(encoding="utf-8")
     judged = verdict({Pair("A", "b", column): differences for column in ("x", "y", "z")})
     assert (judged.word, judged.too_few, outcome(judged)) == ("undecided", 3, "undecided: too few seeds")
     assert all(test.p_value is None for test in judged.tests)
@@ -645,6 +646,10 @@ def test_evidence_counts_comparisons_and_names_the_rows_above(paper_dir: Path) -
         "first setting: holds in 1, undecided in 1; b: undecided in 2",
         "higher mean than FedAvg: Other; Local (b)",
         "weakest: FedAvg − Local, b: -2.00 ± 1.00 points, p = 0.500",
+    ]
+    alike = tuple(replace(test, word="undecided") for test in tests[:2])
+    assert evidence(comparison, claim, Verdict("undecided", alike, alike[1], scale="full"))[:2] == [
+        *("undecided in both comparisons", "higher mean than FedAvg: Local (b)"),
     ]
     first = Verdict("holds", tests[:1], tests[0], tests[2:3], scale="full", not_run=(Pair("FedAvg", "Third"),))
     assert evidence(comparison, claim, first)[1:] == ["not run: Third"]

@@ -206,7 +206,7 @@ def evidence(comparison: Comparison, claim: Claim, verdict: Verdict) -> list[str
         parts = [f"{TOO_FEW} for a test in {_all(len(verdict.tests))} comparisons", f"lowest difference: {difference}"]
     else:
         parts = [count_comparisons(verdict) + _exceptions(item, verdict)]
-        if _disagree(verdict):
+        if _disagree(verdict) and len(verdict.counts) > 1:
             by_column = {column: [t for t in verdict.tests if t.pair.column == column] for column in verdict.columns}
             texts = {column: _counts(tests) for column, tests in by_column.items()}
             listed = "; ".join(f"{item.label(column)}: {text}" for column, text in texts.items())
@@ -256,7 +256,7 @@ def coverage(comparison: Comparison, claim: Claim, verdict: Verdict) -> str:
     """
     tests = (*verdict.tests, *verdict.excepted)
     variants = [name for test in tests for name in comparison.variants_of(test.pair)]
-    titles = dict.fromkeys(map(dataset_title, datasets(comparison, claim, variants)))
+    titles = dict.fromkeys(map(dataset_title, datasets(comparison, claim, variants, verdict.scale)))
     fewest, most = min(test.summary.seeds for test in tests), max(test.summary.seeds for test in tests)
     seeds = counted(most, "seed") if fewest == most else f"{fewest} to {most} seeds"
     total, columns = len(claim.variants or comparison.item.variants), ""

@@ -84,10 +84,14 @@ def _size(reduced: Sequence[Cell], full: Sequence[Cell]) -> str:
     return ", ".join(sizes)
 
 
-def datasets(comparison: Comparison, claim: Claim, variants: Collection[str] = ()) -> list[str]:
-    """Return the data sets in the planned runs of some variants, by default of all variants that a claim covers."""
+def datasets(comparison: Comparison, claim: Claim, variants: Collection[str] = (), scale: str = "") -> list[str]:
+    """Return the data sets in the planned runs of some variants, by default of all variants that a claim covers.
+
+    With ``scale``, only consider the runs at this scale.
+    """
     variants = variants or claim.variants or comparison.item.variants
-    cells = [cell for plan in comparison.plans.values() for cell in plan.cells if cell.variant in variants]
+    plans = [plan for name, plan in comparison.plans.items() if scale in ("", name)]
+    cells = [cell for plan in plans for cell in plan.cells if cell.variant in variants]
     return list(dict.fromkeys(map(_dataset, cells)))
 
 
