@@ -16,7 +16,7 @@ from flwr.common.logger import log
 from posy.client_app.workspace import Workspace
 from posy.data.dataset import bytes_of
 from posy.server_app.results import RunDirectory
-from posy.server_app.resume import PROGRESS, WITHOUT_MODEL, StoredRun, checkpoint_rounds, read_summary
+from posy.server_app.resume import CONFIG, PROGRESS, WITHOUT_MODEL, StoredRun, checkpoint_rounds, read_summary
 from posy.settings import SettingsError
 from posy.storage import DamagedFileError, plain, read_arrays, read_json, sync, write_arrays, write_json
 from posy.strategies.base import PersonalisedStrategy
@@ -127,7 +127,13 @@ class Checkpoints:
         return newest
 
     def note(self, settings: Mapping[str, Any], resumed: Sequence[Mapping[str, Any]]) -> None:
-        """Write a resumed run's settings into its checkpoints, because it may end before it writes a new one."""
+        """Write a resumed run's settings into its checkpoints, because it may end before it writes a new one.
+
+        The caller must then write ``config.yaml``. This function first removes the file, because an interruption must
+        not leave a file that contradicts the checkpoints.
+        """
+        (self.directory.path / CONFIG).unlink(missing_ok=True)
+        sync(self.directory.path)
         for number in self.versions:
             file = self._folder(number) / PROGRESS
             write_json(file, {**read_json(file), "settings": settings, "resumed": plain(resumed)}, durable=True)
@@ -164,6 +170,8 @@ def resumption(
     workspace: Workspace,
 ) -> Resumption:
     """Load a run's newest checkpoint into the strategy, and return the data needed to resume the run.
+
+    This function changes no settings in the run's files, because the clients may still refuse them.
 
     Raise :class:`SettingsError` if the run has no usable checkpoint, if its data has changed, or if the run is complete
     and all clients have their final models.
@@ -205,9 +213,7 @@ def resumption(
         "changed": dict(changed),
         **stored.ran_on,
     }
-    history = [*stored.resumed_before, entry]
-    checkpoints.note(settings.as_config(), history)
-    return Resumption(directory, checkpoints, checkpoint, history)
+    return Resumption(directory, checkpoints, checkpoint, [*stored.resumed_before, entry])
 
 
 def data_digests(workspace: Workspace) -> dict[str, str]:

@@ -98,6 +98,7 @@ class Recorder:
             self.directory, self.checkpoints = resumption.directory, resumption.checkpoints
             checkpoint, self._resumed = resumption.checkpoint, resumption.history
             self._data = checkpoint.progress["data"]
+            self.checkpoints.note(settings.as_config(), self._resumed)  # the clients have accepted the settings
         self.columns = Columns.of(settings, workspace.task)
         self.directory.columns = self.columns.of_clients(
             summed=run.secure_aggregation, chosen_settings=bool(settings.train.client_bounds)

@@ -17,7 +17,9 @@ import pytest
 import yaml
 from flwr.app import Context, RecordDict
 from flwr.supercore.run import Run
+from nodes import LENIENT, NodeGrid
 from recorded import assert_same_results, clients_of, models_of, rounds_of, summary_of
+from sklearn.datasets import load_digits
 
 from posy.client_app.local_run import LocalRun
 from posy.client_app.workspace import workspace_for
@@ -332,6 +334,46 @@ def test_changes_of_fixed_settings_are_refused_by_name(
     assert all(part in str(raised.value) for part in parts)
     assert "batch-size" not in str(raised.value)  # its value does not change
     assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == files
+
+
+def sites_of(folder: Path, policy: str) -> NodeGrid:
+    """Return two nodes with digits, whose policy has one more rule."""
+    x, y = load_digits(return_X_y=True)
+    (folder / "policy.yaml").write_text(f"{LENIENT.read_text()}\n{policy}\n")
+    for site in range(2):
+        np.savez(folder / f"{site}.npz", x_train=x[site::20].astype(np.float32), y_train=y[site::20])
+    more = {"policy": str(folder / "policy.yaml")}
+    return NodeGrid(*({"data": str(folder / f"{site}.npz"), "name": f"site-{site}", **more} for site in range(2)))
+
+
+def test_a_resume_that_the_sites_refuse_changes_no_file(tmp_path: Path) -> None:
+    config = settings(tmp_path, "fedrep", "mine", dataset="sites", num_clients=2, num_server_rounds=2, join_timeout=0.1)
+    del config["max-samples"]
+    path = run(sites_of(tmp_path, "max-rounds: 3"), config).directory.path
+    files = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    with pytest.raises(SettingsError, match="max-rounds: num-server-rounds = 4"):
+        run(sites_of(tmp_path, "max-rounds: 3"), resume_config(config, "mine", num_server_rounds=4))
+    assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == files
+    resumed = run(sites_of(tmp_path, "max-rounds: 3"), resume_config(config, "mine", num_server_rounds=3))
+    assert resumed.summary["rounds"] == 3
+
+
+@pytest.mark.parametrize("step", ["checkpoints", "config.yaml"])
+def test_an_interruption_while_a_resume_writes_the_settings_leaves_a_run_that_resumes(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(tmp_path, "fedavg", "mine", num_server_rounds=2)
+    path = run(grid_of(config), config).directory.path
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KilledError
+
+    with monkeypatch.context() as patch, pytest.raises(KilledError):
+        owner, name = (checkpoints_module, "write_json") if step == "checkpoints" else (RunDirectory, "write_config")
+        patch.setattr(owner, name, killed)
+        run(grid_of(config), resume_config(config, "mine", num_server_rounds=4))
+    run(grid_of(config), resume_config(config, "mine", num_server_rounds=3))
+    assert yaml.safe_load((path / "config.yaml").read_text())["settings"]["num-server-rounds"] == 3
 
 
 class Submitted(InProcessGrid):
