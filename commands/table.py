@@ -40,7 +40,7 @@ from posy.report.comparison import (
     ranks,
     scores_by_block,
 )
-from posy.server_app.progress import central_scores, coverage, duration, members_of, metric_in, size
+from posy.server_app.progress import POOLED, central_scores, coverage, duration, members_of, metric_in, size
 from posy.server_app.resume import CODE, RAN_ON, StoredRun, read_summary
 from posy.settings import COMMAND_LINE, Scalar, SettingsError, quoted, set_in
 from posy.signals import interruptible
@@ -95,6 +95,7 @@ LEGEND = (
     "model diverged, and the mean covers only these seeds."
 )
 
+POOLED_LEGEND = f"`{POOLED}`: with secure aggregation, the score is over the test samples of all clients."
 CENTRAL_LEGEND = "`central`: score on the central test set, averaged over the models at the method's evaluation point."
 FOLDS_LEGEND = (
     "With folds, each fold of a seed is one run: `seeds` counts runs, and deviations are over seeds and folds."
@@ -714,6 +715,7 @@ def markdown(
     if any(cell.fold for cell in plan.cells):
         parts.append(FOLDS_LEGEND)
     parts.append(LEGEND.format(metric=capitalised(metric.title) + " in %" * metric.in_percent))
+    parts += [POOLED_LEGEND] * any("client-scores" in summary for summary in results.values())
     parts += [CENTRAL_LEGEND] * has_central
     parts += [f"Machine: {line}." for line in machines(results)]
     if failures:
@@ -851,9 +853,13 @@ def _measured(row: Mapping[str, Any], point: str) -> str:
 
 
 def _covered(row: Mapping[str, Any], point: str) -> str:
-    """Return how many clients a value covers over all seeds, or an empty string if it covers all of them."""
+    """Return how many clients a value covers over all seeds, and whether it is a score over all samples.
+
+    The text is empty for a mean over all clients.
+    """
     scored, members = round(row[f"{point}-scored"]), round(row["members"] * row[f"{point}-measured"])
-    return f", {coverage(scored, members)} clients" if 0 < scored < members else ""
+    label = f", {POOLED}" if not pd.isna(row[point]) and pd.isna(row[f"{point}-clients-std"]) else ""
+    return (f", {coverage(scored, members)} clients" if 0 < scored < members else "") + label
 
 
 def machines(results: Mapping[Cell, Mapping[str, Any]]) -> list[str]:

@@ -16,7 +16,7 @@ from posy.report.charts import SMALL, Series
 from posy.report.comparison import SAME_CLIENTS
 from posy.report.groups import Group, by_data, compared, differences, grouped
 from posy.report.recorded import Points, Recorded
-from posy.server_app.progress import ABSENT, LIMITED_WORDS, coverage, duration, members_of, size
+from posy.server_app.progress import ABSENT, LIMITED_WORDS, POOLED, coverage, duration, members_of, size
 from posy.settings import SettingsError
 from posy.strategies.columns import POINTS
 from posy.strategies.registry import declared
@@ -113,7 +113,7 @@ def _curves(groups: Sequence[Group]) -> Markup:
     for point in POINTS:
         for metric, scored in _by_metric(groups).items():
             worst = "max" if metric.lower_is_better else "min"
-            for of, words in (("mean", "mean over the clients"), ("tenth", "worst tenth"), (worst, "worst client")):
+            for of, words in (("mean", _mean_of(scored)), ("tenth", "worst tenth"), (worst, "worst client")):
                 if of == "tenth" and not any(run.summary["num-clients"] >= TENTH for _, run in _each(scored)):
                     continue
                 curves = {group.series: group.curve(column_of(point, metric.name), of) for group in scored}
@@ -141,6 +141,19 @@ def _by_metric(groups: Sequence[Group]) -> dict[Metric, list[Group]]:
     return by_metric
 
 
+def _is_pooled(run: Recorded) -> bool:
+    """Return whether the scores of a run are over all samples, because it used secure aggregation."""
+    return bool(run.summary.get("client-scores"))
+
+
+def _mean_of(groups: Sequence[Group]) -> str:
+    """Return which samples or clients the mean in the runs' records covers."""
+    pooled = [_is_pooled(run) for _, run in _each(groups)]
+    if all(pooled):
+        return POOLED
+    return "mean over the clients" + (f"; with secure aggregation, {POOLED}" if any(pooled) else "")
+
+
 def _scores(groups: Sequence[Group]) -> Markup:
     rows = [
         [_PARTS.key(group.series), run.path.name, run.metric.title, point, *row]
@@ -150,9 +163,13 @@ def _scores(groups: Sequence[Group]) -> Markup:
     ]
     if not rows:
         return Markup("")
-    columns = ["", "folder", "metric", "model", "mean", "std", *SPREAD.values(), "Jain's index", "clients", "when"]
-    pooled = any(run.summary.get("client-scores") for _, run in _each(groups))
-    return _PARTS.scores_note(ABSENT if pooled else "") + _PARTS.table(columns, rows, numbers=columns[4:-1])
+    pooled = [_is_pooled(run) for _, run in _each(groups)]
+    columns = ["", "folder", "metric", "model", POOLED, "mean", "std", *SPREAD.values()]
+    columns += ["Jain's index", "clients", "when"]
+    if not any(pooled):
+        columns, *rows = [[*row[:4], *row[5:]] for row in (columns, *rows)]
+    note = _PARTS.scores_note(ABSENT if any(pooled) else "", POOLED)
+    return note + _PARTS.table(columns, rows, numbers=columns[4:-1])
 
 
 def _spreads(run: Recorded, point: str) -> list[list[str]]:
@@ -169,11 +186,11 @@ def _spreads(run: Recorded, point: str) -> list[list[str]]:
         names.setdefault(at, []).append(words)
         covered = coverage(round(figures["clients"]), members_of(run.summary)) if "clients" in figures else ""
         if "samples" in figures:  # with secure aggregation
-            spread = [ABSENT] * (2 + len(SPREAD))
+            cells = [text(figures["mean"]), *[ABSENT] * (3 + len(SPREAD))]
         else:
             jain = "" if figures["jain"] is None else f"{figures['jain']:.4f}"
-            spread = [*(text(figures[of]) for of in ("std", *columns)), jain]
-        rows.setdefault(at, [text(figures["mean"]), *spread, covered])
+            cells = ["", *(text(figures[of]) for of in ("mean", "std", *columns)), jain]
+        rows.setdefault(at, [*cells, covered])
     return [[*row, f"{at}: {', '.join(names[at])}"] for at, row in rows.items()]
 
 
@@ -204,7 +221,7 @@ def _comparison(groups: Sequence[Group]) -> Markup:
         return _PARTS.paragraph(f"Not available: {error}.")
     except ImportError as error:
         return _PARTS.paragraph(f"The tests need additional packages ({error}). Run pip install 'posy[compare]'.")
-    if not rows and any(run.summary.get("client-scores") for _, run in _each(groups)):
+    if not rows and any(_is_pooled(run) for _, run in _each(groups)):
         return _PARTS.paragraph(
             "Not available: with secure aggregation the server does not know the scores of individual clients."
         )

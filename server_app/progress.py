@@ -25,8 +25,12 @@ MAX_LINES = 200
 """Approximate maximum number of lines that a run writes to a log, regardless of its number of rounds."""
 MAX_NAMED = 10
 """Maximum number of clients named in a line of the results table."""
+POOLED = "all samples"
+"""Label of a score over the test samples of all clients, which is all that the server knows with secure aggregation."""
 ABSENT = "n/a"
 """Table cell for a metric that needs individual clients' scores, which secure aggregation hides from the server."""
+POOLED_NOTE = "pooled over the clients; each client's score is in its node's log"
+"""Line of the results table for a run with secure aggregation."""
 MAX_ROWS = 50
 """Maximum number of sites in the task table."""
 PACE_ROUNDS = 20
@@ -119,12 +123,8 @@ class Progress:
         notes += [f"{self._dropped} dropped"] if self._dropped else []
         served, local, loss = ((row[column] or {}).get("mean") for column in (*self._columns.values(), "train_loss"))
         central = row.get("central", {}).get(self._metric.name)
-        partial = {
-            point: f" ({number} of {clients})"
-            for point, column in self._columns.items()
-            if (number := (row[column] or {}).get("clients", clients)) < clients - missing
-        }
-        self.update(row["round"], served, local, loss, "  ".join(notes), partial, central)
+        remarks = {point: _remark(row[column] or {}, clients, missing) for point, column in self._columns.items()}
+        self.update(row["round"], served, local, loss, "  ".join(notes), remarks, central)
 
     def update(
         self,
@@ -133,7 +133,7 @@ class Progress:
         local: float | None,
         loss: float | None = None,
         present: str = "",
-        partial: Mapping[str, str] | None = None,
+        remarks: Mapping[str, str] | None = None,
         central: float | None = None,
     ) -> None:
         """Show a finished round; if a metric is missing, repeat its last value and name that value's round.
@@ -143,13 +143,13 @@ class Progress:
         server_round : int
             Number of the round.
         served, local : float or None
-            Mean values of the metric over the clients.
+            Values of the metric: means over the clients, or scores over all samples.
         loss : float, optional
             Mean training loss.
         present : str
             A note about missing clients and dropped replies.
-        partial : mapping of str to str, optional
-            Remarks about the number of clients that a metric covers, keyed by ``served`` or ``local``.
+        remarks : mapping of str to str, optional
+            Remarks about the samples and clients that a metric covers, keyed by ``served`` or ``local``.
         central : float, optional
             The metric of the served model on the central test set.
         """
@@ -157,7 +157,7 @@ class Progress:
         values = {"served": served, "local": local, "central": central}
         texts = {name: self._metric.format(value) for name, value in values.items()}
         texts["loss"] = "" if loss is None else f"{loss:.4f}"
-        remarks = partial or {}
+        remarks = remarks or {}
         self._latest |= {name: (server_round, text + remarks.get(name, "")) for name, text in texts.items() if text}
         parts = [
             f"{name} {text}" + ("" if last_round == server_round else f" (round {last_round})")
@@ -219,14 +219,15 @@ def results_table(summary: Mapping[str, Any], path: Path) -> str:
     """
     metric = metric_in(summary)
     rounds = f"{summary['rounds']} round{'' if summary['rounds'] == 1 else 's'}"
-    figures = ("round", "mean ± std", "min", "max", "weighted", "Jain", "clients")
+    is_pooled = any("samples" in (summary[point]["last"] or {}) for point in ("served", "local"))
+    figures = ("round", *((POOLED,) if is_pooled else ("mean ± std", "min", "max", "weighted", "Jain")), "clients")
     members = members_of(summary)
     rows = []
     for point in ("served", "local"):
         # The best round on the test splits gives an upper bound for the metric, not an estimate.
         choice = "best" if summary[point]["best"] else "upper-bound"
         for name, scores in (("last", summary[point]["last"]), (choice, summary[point][choice])):
-            cells = _cells(scores, members, metric) if scores else ["not evaluated", *[""] * 6]
+            cells = _cells(scores, members, metric) if scores else ["not evaluated", *[""] * (len(figures) - 1)]
             rows.append([f"{point} model, {name.replace('-', ' ')}", *cells])
     for point, scores in (summary.get("newcomers") or {}).items():
         if point != "clients" and scores:
@@ -238,7 +239,7 @@ def results_table(summary: Mapping[str, Any], path: Path) -> str:
         "none fits": _none_fits(summary),
         "central test set": _central_note(summary, metric),
         "clients": _clients(summary),
-        "scores of clients": summary.get("client-scores", ""),
+        "scores": POOLED_NOTE if "client-scores" in summary else "",
         "privacy": guarantee(summary["privacy"]) if "privacy" in summary else "",
         "small clients": ", ".join(
             f"{len(clients)} with {reason.replace('-', ' ')}"
@@ -279,7 +280,7 @@ def _metrics_table(summary: Mapping[str, Any]) -> list[str]:
             mean = f"{metric.number(over_clients['mean'])} ± {metric.format(over_clients['std'])}"
             cells = [mean, *(metric.format(over_clients[end]) for end in ordered)]
         rows.append([metric.title, *cells, str(over_clients["clients"]), metric.format(value), interval])
-    columns = ("mean ± std", "worst", "best", "clients", "all samples", "95 % interval")
+    columns = ("mean ± std", "worst", "best", "clients", POOLED, "95 % interval")
     return as_lines(laid_out("", (f"{point} model", *columns), rows, right=columns)) if rows else []
 
 
@@ -377,6 +378,22 @@ def _limited(summary: Mapping[str, Any], key: str) -> str:
     return ", ".join([*texts, *more])
 
 
+def _remark(scores: Mapping[str, Any], clients: int, missing: int) -> str:
+    """Return a remark on a score of a round, or an empty string if it is the mean over all present clients.
+
+    Parameters
+    ----------
+    scores : mapping
+        The spread of the score over the clients, or the score over all samples. It may be empty.
+    clients, missing : int
+        Number of clients that a round can evaluate, and of the clients that are missing from the round.
+    """
+    number = scores.get("clients", clients)
+    parts = [POOLED] if "samples" in scores else []
+    parts += [f"{number} of {clients}"] if number < clients - missing else []
+    return f" ({', '.join(parts)})" if parts else ""
+
+
 def members_of(summary: Mapping[str, Any]) -> int:
     """Return the number of clients that a round can evaluate: all of a run's clients except its newcomers."""
     return int(summary["num-clients"]) - len((summary.get("newcomers") or {}).get("clients", ()))
@@ -461,7 +478,7 @@ def _cells(row: Mapping[str, Any], members: int, metric: Metric) -> list[str]:
     """Return the table cells for an evaluation; ``members`` is the number of clients that a round can evaluate."""
     covered = coverage(row["clients"], members)
     if "samples" in row:
-        return [str(row["round"]), metric.format(row["mean"]), *[ABSENT] * 4, covered]
+        return [str(row["round"]), metric.format(row["mean"]), covered]
     jain = "" if row["jain"] is None else f"{row['jain']:.4f}"
     values = (metric.format(row[key]) for key in ("min", "max", "weighted"))
     mean = f"{metric.number(row['mean'])} ± {metric.format(row['std'])}"

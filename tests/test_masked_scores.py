@@ -154,14 +154,22 @@ def test_the_record_has_sums_and_marks_the_rest_as_not_available(
     assert len(clients) == 12 and all(row[2] for row in clients)
     # Output, figures, tracker and report.
     table = results_table(summary, path)
-    assert f"{100 * served['mean']:.2f} %" in table and "n/a" in table and "nan" not in table.lower()
-    assert "scores of clients  not available" in table and table in printed
+    assert f"{100 * served['mean']:.2f} %" in table and "nan" not in table.lower()
+    assert "scores           pooled over the clients; each client's score is in its node's log" in table
+    assert (
+        "served model, last" in table and "mean ± std" not in table.partition("served model   ")[0] and table in printed
+    )
+    assert table.splitlines()[2].split() == ["accuracy", "round", "all", "samples", "clients"]
+    (last_line,) = (line for line in printed.splitlines() if line.startswith("round 3/3"))
+    assert f"served {100 * served['mean']:.2f} % (all samples, 3 of 4)  local " in last_line
     assert (path / "figures/accuracy.png").stat().st_size and not (path / "figures/clients.png").exists()
     assert drawn and all("samples" in e.over_clients for points in drawn for point in points for e in point)
     tracked = numbers(rows[-1])
     assert tracked["served_accuracy/mean"] == served["mean"] and "served_accuracy/std" not in tracked
     text = page([path])
-    assert "the mean is over all" in text and "<td>n/a</td>" in text.replace(' class="n"', "")
+    assert "contains the score over the test samples of all clients" in text
+    assert f"<td>{100 * served['mean']:.2f} %</td><td>n/a</td><td>n/a</td>" in text.replace(' class="n"', "")
+    assert "mean over the clients" not in text and "<span>all samples</span>" in text
     assert "nan" not in text.lower().replace("tenant", "")
 
 
@@ -181,6 +189,8 @@ def test_table_shows_no_client_spread_with_secure_aggregation(
     text = next((tmp_path / "table").glob("*.md")).read_text(encoding="utf-8")
     masked = next(line for line in text.splitlines() if line.startswith("| masked |"))
     assert "nan" not in text.lower() and "(" not in masked.split("|")[3]
+    assert masked.split("|")[3].endswith(", all samples ") and "`all samples`: with secure aggregation" in text
+    assert "all samples" not in next(line for line in text.splitlines() if line.startswith("| plain |"))
 
 
 @pytest.mark.parametrize("mode", ["on", "auto"])

@@ -34,8 +34,8 @@ def over_rounds(
     """Plot a metric's mean over the clients against the round, with bands for mean ± std and for min to max.
 
     ``points`` contains the evaluations of the served models and of the local models, and ``metric`` is None for the
-    loss. ``colours`` has the keys ``served`` and ``local``. With secure aggregation, the figure shows only the mean
-    over all samples, without bands.
+    loss. ``colours`` has the keys ``served`` and ``local``. With secure aggregation, the figure shows only the value
+    for all samples, without bands.
     """
     pooled = any("samples" in evaluation.over_clients for evaluations in points for evaluation in evaluations)
     title = metric.title if metric else "loss"
@@ -45,7 +45,7 @@ def over_rounds(
     colours = colours or dict(zip(("served", "local"), style.PALETTE, strict=False))
     note = "line: mean over the clients, band: mean ± standard deviation, dotted: minimum and maximum"
     if pooled:
-        note = "mean over all samples; the scores of individual clients are not available"
+        note = "over all samples; the scores of individual clients are not available"
     with style.single(path, f"{capitalised(title)} over the rounds", note) as axes:
         ends = []
         for index, (name, evaluations) in enumerate(zip(("served", "local"), points, strict=True)):
@@ -61,7 +61,8 @@ def over_rounds(
             last = values["mean"][-1]
             ends.append((x[-1], last, f"{name} {metric.format(last) if metric else f'{last:.3g}'}", colours[name]))
             axes.plot(x, values["mean"], zorder=3, **style.line_style(index, colours[name], len(x)))
-        axes.set(xlabel="round", ylabel=f"{title} on the client's test split")
+        samples = "all test samples" if pooled else "the client's test split"
+        axes.set(xlabel="round", ylabel=f"{title} on {samples}")
         if len(rounds) == 1:
             axes.set_xlim(rounds[0] - 1, rounds[0] + 1)
             axes.set_xticks(rounds)
