@@ -465,13 +465,18 @@ def _clients(summary: Mapping[str, Any]) -> str:
 
 
 def _undelivered(summary: Mapping[str, Any], path: Path) -> str:
-    """Return the clients without a final model, and the settings that deliver it."""
+    """Return the clients without a final model, and how to deliver it.
+
+    If the nodes store the models, the delivery needs the run's SuperLink, whose address the ServerApp does not know.
+    """
     clients, names = summary[WITHOUT_MODEL], summary.get("sites") or []
     titles = [(names[client] if client < len(names) else None) or f"client {client}" for client in clients[:MAX_NAMED]]
     more = ", …" if len(clients) > MAX_NAMED else ""
     is_default = path.parent == Path(RunSettings.output_dir).absolute()
     words = f"resume={path.name}" + ("" if is_default else f" output-dir={path.parent}")
-    return f"{', '.join(titles)}{more}; when they are connected, deliver it with `posy run {words}`"
+    is_here = any(path.glob("models/client-*.safetensors"))
+    delivery = f"deliver it with `posy run {words}`" if is_here else "resume the run on its SuperLink to deliver it"
+    return f"{', '.join(titles)}{more}; when they are connected, {delivery}"
 
 
 def _cells(row: Mapping[str, Any], members: int, metric: Metric) -> list[str]:

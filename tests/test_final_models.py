@@ -91,7 +91,9 @@ def test_an_absent_site_receives_the_model_that_it_would_have_evaluated(
     summary = json.loads((done.directory.path / "summary.json").read_text())
     assert (summary["status"], summary["without-final-model"]) == ("completed", [ABSENT])
     assert "without final model  site-2; " in results_table(summary, done.directory.path)
-    assert "posy run resume=one" in results_table(summary, done.directory.path)
+    # Without --superlink, the command would start a simulation, which has no nodes with data.
+    assert "resume the run on its SuperLink to deliver it" in results_table(summary, done.directory.path)
+    assert "posy run resume" not in results_table(summary, done.directory.path)
     finals = {site: read_metadata(models_of(tmp_path, site)[f"client-{site}.safetensors"]) for site in range(5)}
     assert {site: metadata["final"] for site, metadata in finals.items() if site != ABSENT} == dict.fromkeys(
         [0, 1, 3, 4], "True"

@@ -466,6 +466,13 @@ class TestResultsTable:
         lines = {re.split(" {2,}", line.strip())[0]: line for line in text.splitlines()}
         assert lines["clients"].split("  ")[-1].strip() == clients
 
+    def test_the_delivery_of_final_models_names_a_command_only_if_it_works(self, run: RunDirectory) -> None:
+        """The command starts no nodes, so it works only for a run in this process, which has stored the models."""
+        summary = summarise(run, Totals(scores=[[], []]), **{"without-final-model": [1]})
+        assert "`posy run" not in results_table(summary, run.path)
+        (run.models / "client-0.safetensors").touch()
+        assert f"deliver it with `posy run resume={run.path.name} output-dir=" in results_table(summary, run.path)
+
     @pytest.mark.parametrize("num_clients", [2, 30, 1000])
     def test_each_number_shows_its_client_count(self, num_clients: int, run: RunDirectory) -> None:
         """After a round with a cohort of two, the local models of the other clients are not measured."""
