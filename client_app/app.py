@@ -22,6 +22,7 @@ from posy.client_app.policy import (
     admit,
     check_once,
     check_place,
+    check_requested,
     guarded,
     limited_scores,
     pin_state,
@@ -222,6 +223,7 @@ class Call:
             phase, server_round = message.metadata.message_type, int(self._config["server-round"])
             check_place(self.workspace.settings, context, self.number, server_round)
             check_run(self.workspace)
+            check_requested(self._policy, self._config, self.workspace.task.target)
             check_once(context, self.number, phase, server_round, list(self.received.values()), entries)
             if self._training:
                 own_settings = self.workspace.settings_of(self.number)

@@ -19,11 +19,11 @@ from posy.client_app.node_config import AUDIT_NAME, node_settings
 from posy.client_app.secure_aggregation import MIN_CLIENTS
 from posy.data.columns import names_in
 from posy.data.errors import DataError
-from posy.data.policy import Policy, read_policy
+from posy.data.policy import ALL, Policy, read_policy
 from posy.data.settings import SITES, DataSettings
 from posy.data.task import TARGETS
 from posy.extensions import is_custom, key_prefix
-from posy.metrics import CLASSES, LABELS, VALUES
+from posy.metrics import CLASSES, DEFAULTS, METRICS
 from posy.mistakes import is_failure, method_error, place_of
 from posy.models.catalogue import PRETRAINED
 from posy.paths import absolute
@@ -31,8 +31,8 @@ from posy.settings import NodeConfigError, Setting, SettingsError, quoted, setti
 from posy.storage import exclusive, is_folder_name, read_json, write_json
 from posy.strategies.client_settings import NodeSettings, bounds_of, check_allowed, checked_entries, layered
 from posy.strategies.methods import METHODS, REFERENCES, settings_class
-from posy.strategies.replies import SCORES
-from posy.strategies.run_settings import AUTO, RunSettings, TrainSettings
+from posy.strategies.replies import LOSS, SCORES
+from posy.strategies.run_settings import ALL_METRICS, AUTO, RunSettings, TrainSettings
 from posy.strategies.settings import Settings
 
 T = TypeVar("T")
@@ -235,16 +235,24 @@ def _limits(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
 
 def _scores(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
     """Yield violations of the rules on scores."""
-    if policy.metrics == "accuracy":
-        target = TARGETS.get(values["task"], CLASSES)
-        # The loss of a regression already reveals the mean squared error.
-        metrics = {CLASSES: (AUTO, "accuracy"), LABELS: ("accuracy",), VALUES: (AUTO, "rmse", "mae")}[target]
-        for key, allowed in (("metric", metrics), ("all-metrics", (AUTO, "none"))):
-            if values[key] not in allowed:
-                sent = "rmse, mae" if target == VALUES else "accuracy"
-                yield Violation("metrics", f"{key} = {values[key]!r}; the site sends only {sent} and loss")
+    target = TARGETS.get(values["task"], CLASSES)
+    metric = DEFAULTS[target] if values["metric"] == AUTO else values["metric"]
+    if metric not in _metrics_of(policy, target):
+        yield Violation("metrics", f"metric = {quoted(values['metric'])}; {_sent_metrics(policy, target)}")
+    if values["all-metrics"] not in (AUTO, "none") and policy.metrics != ALL:
+        yield Violation("metrics", f"all-metrics = {quoted(values['all-metrics'])}; {_sent_metrics(policy, target)}")
     if policy.scores == "withheld" and not values["secure-aggregation"]:
         yield Violation("scores", "secure-aggregation = false; the site sends scores only in masked sums")
+
+
+def _metrics_of(policy: Policy, target: str) -> list[str]:
+    """Return the names of the metrics for a target that the site sends."""
+    return [n for n, metric in METRICS.items() if n in policy.allowed_metrics and target in metric.targets]
+
+
+def _sent_metrics(policy: Policy, target: str) -> str:
+    """Return a part of a message with the metrics that the site sends."""
+    return f"the site sends only {', '.join([*_metrics_of(policy, target), LOSS])}"
 
 
 @lru_cache(maxsize=1)
@@ -479,15 +487,23 @@ def _budget(policy: Policy, context: Context) -> Iterator[Budget]:
 # -- scores -----------------------------------------------------------------------------------------------
 
 
+def check_requested(policy: Policy, config: Mapping[str, Any], target: str) -> None:
+    """Raise :class:`PolicyError` if a message requests all metrics of a target, and the policy does not allow all."""
+    if config.get(ALL_METRICS) and policy.metrics != ALL:
+        raise PolicyError(Violation("metrics", f"the message requests all metrics; {_sent_metrics(policy, target)}"))
+
+
 def limited_scores(policy: Policy, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics with rounded scores, unless the policy allows exact scores.
+    """Return metrics without scores that the policy does not allow, rounded unless the policy allows exact scores.
 
     Rounded scores have at most two decimal places and three significant digits, and are capped at :data:`LARGEST_LOSS`.
     The server chooses the model, so further digits of a large loss could reveal the exact score. The unit of a
     regression error is arbitrary, so these errors are rounded only to three significant digits.
     """
+    allowed = policy.allowed_metrics | {LOSS}
+    metrics = {key: value for key, value in metrics.items() if SCORES.get(key, LOSS) in allowed}
     if policy.scores == "exact":
-        return dict(metrics)
+        return metrics
     return {key: _limited(key, value) for key, value in metrics.items()}
 
 

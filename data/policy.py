@@ -9,8 +9,12 @@ from functools import cached_property
 from pathlib import Path
 
 from posy.data.columns import names_in
+from posy.metrics import METRICS
 from posy.settings import NodeConfigError, SettingsError, build, checked, setting, settings_of
 from posy.yaml12 import read_yaml
+
+ALL = "all"
+"""Value of ``metrics`` that allows all metrics."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +101,9 @@ class Policy:
     )
     metrics: str = setting(
         "accuracy",
-        "metrics that a run may request in addition to the loss: `accuracy`, or `all`, which includes metrics that "
-        "reveal the share of each class at the site",
-        choices=("accuracy", "all"),
+        "comma-separated list of the metrics that a run may request in addition to the loss, such as `accuracy,auroc`, "
+        "or `all`, which includes metrics that reveal the share of each class at the site; for regression, `accuracy` "
+        "allows rmse and mae",
     )
     share_settings: bool = setting(
         True,
@@ -116,14 +120,29 @@ class Policy:
     delta: float = setting(1e-5, "delta of the privacy budget", needs="epsilon > 0", above=0, maximum=0.1)
 
     def __post_init__(self) -> None:
-        """Check that there are at least two folds."""
+        """Check that there are at least two folds, and that the metrics exist."""
         if self.folds == 1:
             raise SettingsError("folds = 1: set at least 2 folds, or 0")
+        if unknown := [name for name in self._listed_metrics if name not in METRICS]:
+            names = ", ".join(METRICS)
+            raise SettingsError(
+                f"metrics = {self.metrics!r}: {unknown[0]!r} is not a metric; set {ALL}, or a list of these: {names}"
+            )
 
     @cached_property
     def allowed_methods(self) -> tuple[str, ...]:
         """The names of the allowed methods; empty if all methods of Posy are allowed."""
         return names_in("methods", self.methods) if self.methods else ()
+
+    @cached_property
+    def allowed_metrics(self) -> frozenset[str]:
+        """The names of the metrics that may leave the site."""
+        names = frozenset(self._listed_metrics)
+        return names | {"rmse", "mae"} if "accuracy" in names else names
+
+    @property
+    def _listed_metrics(self) -> tuple[str, ...]:
+        return tuple(METRICS) if self.metrics == ALL else names_in("metrics", self.metrics)
 
     @cached_property
     def allowed_columns(self) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ predictions that are rounded down to a hundredth.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,9 @@ BINS = 100
 """Number of equal-width bins for a probability."""
 STEPS = 2**20
 """Number of fixed-point steps between 0 and 1, for real numbers in sums of integers."""
+RANKING = ("auroc", "average-precision", "specificity-at-sensitivity")
+OF_COUNTS = ("balanced-accuracy", "macro-f1", "weighted-f1", "micro-f1")
+"""Metrics that need the histograms, and metrics that need the counts of each class or label."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,11 +86,23 @@ class BinnedScores:
         parts = np.split(np.array(numbers, np.int64), cuts)
         return cls(*(part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)))
 
+    def only(self, target: str, names: Collection[str]) -> "BinnedScores":
+        """Return the sums with zeros in each part that none of the metrics ``names`` needs."""
+        needs = set(names)
+        counts = bool(needs & {*OF_COUNTS, *(("accuracy",) if target == CLASSES else ())})
+        return BinnedScores(
+            self.totals * np.array([1, "log-loss" in needs, "brier" in needs], np.int64),
+            self.confusion * counts,
+            self.decided * bool(needs & {"sensitivity", "specificity"} or (counts and target == LABELS)),
+            self.histograms * bool(needs & {*RANKING}),
+            self.calibration * ("calibration-error" in needs),
+        )
+
     def is_consistent(self, target: str, samples: int) -> bool:
-        """Return whether the sums are possible for this number of samples."""
-        parts = [self.totals[0], *self.histograms.sum(axis=(1, 2)), *self.decided.sum(axis=(1, 2))]
-        parts += [self.confusion.sum(), self.calibration[0].sum()] if target == CLASSES else []
-        return all(part == samples for part in parts)
+        """Return whether the sums are possible for this number of samples. Parts of zeros are allowed."""
+        parts = [self.totals[:1], self.histograms.sum(axis=(1, 2)), self.decided.sum(axis=(1, 2))]
+        parts += [self.confusion.sum(keepdims=True), self.calibration[:1].sum(keepdims=True)] * (target == CLASSES)
+        return bool(self.totals[0] == samples) and all((part == samples).all() or not part.any() for part in parts)
 
     @property
     def numbers(self) -> list[int]:
@@ -114,10 +129,11 @@ class BinnedScores:
         counts = self.confusion if target == CLASSES else None
         hits, predicted, actual = _counts(self.decided, counts)
         values |= {n: float(v) for n, v in f1_scores(hits, predicted, actual, micro=target == LABELS).items()}
-        if counts is not None:
+        if counts is not None and counts.any():
             present = [recall for recall in recalls(counts) if recall is not None]
             values["accuracy"] = float(np.trace(counts) / samples)
             values["balanced-accuracy"] = float(np.mean(present))
+        if self.calibration.any():
             gaps = self.calibration[2] / STEPS - self.calibration[1]
             values["calibration-error"] = float(np.abs(gaps).sum() / samples)
         if is_binary:

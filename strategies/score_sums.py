@@ -116,14 +116,19 @@ class ScoreSums:
         """Return the sums for a tally, from which metrics can be computed; None if the sums would be too large.
 
         These are :class:`~posy.binned.BinnedScores` for classes; the same for labels, followed by the number of samples
-        whose labels are all predicted correctly; and the sums of :mod:`posy.value_sums` for values.
+        whose labels are all predicted correctly; and the sums of :mod:`posy.value_sums` for values. Sums that the
+        reported metrics do not need are 0.
         """
+        reported = self.reported(key)
         if self.task.target == VALUES:
-            r2 = "r2" in self.reported(key)
-            return value_sums(predictions, self.task.value_mean, self.task.value_std, r2=r2)
-        numbers = BinnedScores.of(predictions).numbers
+            sums = value_sums(predictions, self.task.value_mean, self.task.value_std, r2="r2" in reported)
+            size = self.task.num_classes
+            # The loss already reveals the mean squared error.
+            return sums if sums is None or "mae" in reported else [*[0] * size, *sums[size:]]
+        numbers = BinnedScores.of(predictions).only(self.task.target, reported).numbers
         if self.task.target == LABELS:
-            numbers.append(int((predictions.predicted == predictions.y).all(axis=1).sum()))
+            correct = int((predictions.predicted == predictions.y).all(axis=1).sum())
+            numbers.append(correct if "accuracy" in reported else 0)
         return numbers
 
     @cached_property

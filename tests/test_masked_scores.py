@@ -91,6 +91,8 @@ def test_binned_scores_are_sent_if_metrics_need_them(key: str, metric: str, all_
     sizes, binned = {"train": 9, "test": 4, "validation": 4}, {key: BinnedScores.of(p).numbers}
     numbers = layout.numbers({f"{key}-loss": 0.25, f"{key}-accuracy": 0.75}, sizes, binned)
     sums, _ = layout.tallies([2 * number for number in numbers])
+    sent = layout.sums_of(key, p) or []
+    assert BinnedScores.from_numbers(sent, 2).confusion.any() == (layout.reported(key) != ("auroc",))
     values = BinnedScores.of(p).values(CLASSES)
     assert values["auroc"] == 0.75 and len(values) > 5
     run_metric = "accuracy" if metric == "auto" else metric

@@ -37,6 +37,7 @@ from posy.flower import record_of
 from posy.mistakes import MethodError
 from posy.settings import NodeConfigError
 from posy.strategies.registry import from_json, read_settings
+from posy.strategies.replies import SCORES
 
 ROWS, FEATURES = 60, 3
 Config = dict[str, Any]
@@ -83,10 +84,23 @@ def ask(site: Config, config: Config, grid: NodeGrid | None = None, **entries: A
 
 
 def send(
-    grid: NodeGrid, config: Config, model: np.ndarray, server_round: int = 1, kind: str = "evaluate", start: str = ""
+    grid: NodeGrid,
+    config: Config,
+    model: np.ndarray,
+    server_round: int = 1,
+    kind: str = "evaluate",
+    start: str = "",
+    **more: Any,
 ) -> Message:
     """Return the node's answer to a request to score or train a model."""
-    entries = {"client": 0, "server-round": server_round, "run": "one-0000", "state-from": start, "state-keep": []}
+    entries = {
+        **more,
+        "client": 0,
+        "server-round": server_round,
+        "run": "one-0000",
+        "state-from": start,
+        "state-keep": [],
+    }
     record = ConfigRecord({"settings": json.dumps(config), "state-to": f"0-{server_round}-1", **entries})
     arrays: ArrayRecord = record_of({"model": model})
     message = Message(RecordDict({"config": record, "arrays": arrays}), dst_node_id=1, message_type=kind)
@@ -128,6 +142,11 @@ def send(
         ({}, {"num_clients": 1}, "min-clients"),
         ({"secure_aggregation": "required"}, {}, "secure-aggregation"),
         ({"scores": "withheld"}, {}, "scores"),
+        ({}, {"metric": "auroc"}, "metrics"),
+        ({}, {"all_metrics": "last"}, "metrics"),
+        ({"metrics": "auroc"}, {}, "metrics"),
+        ({"metrics": "accuracy,auroc"}, {"metric": "sensitivity"}, "metrics"),
+        ({"metrics": "accuracy,auroc"}, {"metric": "auroc", "all_metrics": "every"}, "metrics"),
         ({"epsilon": 1.0}, {}, "epsilon"),
         ({"epsilon": 1.0}, {"dp": "central", "dp_clip": 1.0}, "epsilon"),
         ({"epsilon": 1.0}, {"dp": "local", "dp_clip": 1.0, "dp_scores": "exact"}, "epsilon"),
@@ -145,6 +164,10 @@ def test_allowed_runs_pass(tmp_path: Path) -> None:
     assert violations(Policy(code="signed"), values(model="own/nets.py:f")) == []
     assert violations(Policy(), values(model="torchvision:resnet18")) == []
     assert violations(Policy(test_fraction=0.4), values()) == []  # the run leaves the fraction to the site
+    assert violations(Policy(metrics="accuracy, auroc"), values(metric="auroc")) == []
+    assert violations(Policy(metrics="accuracy, auroc"), values()) == []
+    assert violations(Policy(metrics="all"), values(metric="auroc", all_metrics="every")) == []
+    assert violations(Policy(), values(task="regression", metric="mae")) == []
     (tmp_path / "w.safetensors").write_bytes(b"weights")
     weights = Policy(weights=str(tmp_path))
     assert violations(weights, values(weights="w.safetensors")) == []
@@ -159,7 +182,14 @@ def test_a_policy_file_is_reloaded_when_it_changes(tmp_path: Path) -> None:
     assert policy_of({"policy": str(path)}) == Policy(min_rows=20)
     path.write_text("min-rows: 200\n")
     assert policy_of({"policy": str(path)}) == Policy(min_rows=200)
-    for text, reason in (("min-rows: 1\n", "min-rows = 1"), ("minrows: 3\n", "minrows"), ("- a\n", "key: value")):
+    for text, reason in (
+        ("min-rows: 1\n", "min-rows = 1"),
+        ("minrows: 3\n", "minrows"),
+        ("- a\n", "key: value"),
+        ("metrics: auc\n", "'auc' is not a metric; set all, or a list of these: accuracy, "),
+        ("metrics: all,auroc\n", "'all' is not a metric"),
+        ("metrics: ''\n", "is not a metric"),
+    ):
         path.write_text(text)
         with pytest.raises(NodeConfigError, match=reason):
             read_policy(path)
@@ -178,12 +208,46 @@ def test_the_default_policy_file_loads(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["policy", "check", str(path), "method=fedavg", "batch-size=1", "num-clients=1"]) == 1
     output = capsys.readouterr().out
     assert "min-rows" in output and "min-clients" in output
+    path.write_text("metrics: accuracy,auroc\n")
+    assert main(["policy", "check", str(path), "metric=auroc"]) == 0
+    assert main(["policy", "check", str(path), "metric=brier"]) == 1
+    assert "the site sends only accuracy, auroc, loss" in " ".join(capsys.readouterr().out.split())
 
 
 def test_scores_are_rounded_unless_the_policy_says_otherwise() -> None:
     metrics = {"served-accuracy": 0.123456, "train-loss": 1.98765, "num-test": 12, "chosen": "3"}
     assert limited_scores(Policy(), metrics) == metrics | {"served-accuracy": 0.12, "train-loss": 1.99}
     assert limited_scores(Policy(scores="exact"), metrics) == metrics
+
+
+@pytest.mark.parametrize("scores", ["exact", "rounded"])
+def test_only_the_listed_metrics_leave_the_node(scores: str) -> None:
+    metrics = {"served-auroc": 0.5, "local-validation-brier": 0.25, "local-accuracy": 1.0, "served-loss": 1.5}
+    for listed, sent in {
+        "auroc": {"served-auroc"}, "accuracy,brier": {"local-validation-brier", "local-accuracy"}, "all": {*metrics}
+    }.items():  # fmt: skip
+        assert limited_scores(Policy(metrics=listed, scores=scores), metrics).keys() == sent | {"served-loss"}
+
+
+@pytest.mark.parametrize("kind", ["evaluate", "train"])
+def test_a_server_that_requests_all_metrics_in_a_message_is_refused(kind: str, site: Config, tmp_path: Path) -> None:
+    """The settings of the run satisfy the policy, but the message asks for more."""
+    flags: Config = {"all-metrics": True, "evaluate-local": True}
+    model, config = np.zeros(FEATURES * 2 + 2, np.float32), {"input_columns": "f0,f1,f2", "model": "linear"}
+    sent: dict[str, set[str]] = {}
+    for listed in ("accuracy", "accuracy,auroc", "all"):
+        (tmp_path / "policy.yaml").write_text(f"metrics: {listed}\n")
+        node = site | {"policy": str(tmp_path / "policy.yaml")}
+        reply = send(NodeGrid(node), values(**config), model, kind=kind, **flags)
+        if listed == "all":
+            assert any(key.endswith("-sensitivity") for key in reply.content.metric_records["metrics"])
+            continue
+        assert "rule metrics: the message requests all metrics" in reply.error.reason
+        metric = listed.rpartition(",")[2]
+        reply = send(NodeGrid(node), values(**config, metric=metric), model, kind=kind, **{"evaluate-local": True})
+        scored = {key.partition("-")[2] for key in reply.content.metric_records["metrics"] if key in SCORES}
+        sent[listed] = scored - {"loss"}
+    assert sent == {"accuracy": {"accuracy"}, "accuracy,auroc": {"auroc"}}
 
 
 def test_the_number_of_runs_a_day_is_limited(tmp_path: Path) -> None:

@@ -232,6 +232,21 @@ def test_the_binned_auroc_is_within_its_stated_error(seed: int, samples: int, cl
         assert abs(value - exact) <= binned.auroc_error(CLASSES) + 1e-12
 
 
+@pytest.mark.parametrize("predictions", [BINARY, MULTI, MULTI_LABEL], ids=["two classes", "five classes", "labels"])
+def test_sums_for_a_metric_reveal_no_metric_that_needs_other_sums(predictions: Predictions) -> None:
+    """The site's policy allows AUROC alone, so its sums must not contain its confusion matrix or its log loss."""
+    whole, target, samples = BinnedScores.of(predictions), predictions.target, len(predictions.y)
+    values = whole.values(target)
+    for name, value in values.items():
+        part = whole.only(target, [name])
+        assert part.is_consistent(target, samples) and part.values(target)[name] == value
+    ranking = whole.only(target, ["auroc"])
+    assert ranking.histograms.tolist() == whole.histograms.tolist() and ranking.totals.tolist() == [samples, 0, 0]
+    assert not any(part.any() for part in (ranking.confusion, ranking.decided, ranking.calibration))
+    assert not whole.only(target, ["accuracy"]).histograms.any()
+    assert whole.only(target, values.keys() | {"accuracy"}).values(target) == values
+
+
 def test_binned_scores_without_samples_have_no_values() -> None:
     empty = BinnedScores.from_numbers([0] * BinnedScores.count(3), 3)
     assert empty.values(CLASSES) == {} and empty.auroc_error(CLASSES) == 0
