@@ -693,10 +693,11 @@ def check_site(
 
     node_config = dict(word.split("=", 1) for word in words if word.partition("=")[0] in NODE_WORDS)
     check_node_config(node_config)
-    config = parse_words([word for word in words if word.partition("=")[0] not in NODE_WORDS], COMMAND_LINE)
-    settings = read_settings({**config, "dataset": SITES}, COMMAND_LINE)
+    run_words = [word for word in words if word.partition("=")[0] not in NODE_WORDS]
+    settings = read_settings({**parse_words(run_words, COMMAND_LINE), "dataset": SITES}, COMMAND_LINE)
     checks.show(checks.check_site(node_config, settings.data, settings.train))
-    guide.show_next(after_check_site([f"{key}={value}" for key, value in node_config.items()]))
+    further = [word for word in run_words if not word.startswith("dataset=")]
+    guide.show_next(after_check_site([f"{key}={value}" for key, value in node_config.items()], further))
     return 0
 
 

@@ -71,6 +71,22 @@ def test_shared_statistics_are_printed(tmp_path: Path, capsys: pytest.CaptureFix
     assert "standard deviation" in capsys.readouterr().out
 
 
+def test_the_next_commands_repeat_the_settings_that_a_run_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "s.csv"
+    rows = (f"{60 + i % 3},{'?' if i == 3 else i % 2},{i % 2}" for i in range(12))
+    path.write_text("\n".join(["age,cp,label", *rows]))
+    words = ["missing=impute", "categories=cp"]
+    assert main(["check-site", f"policy={LENIENT}", f"data={path}", *words]) == 0
+    supernode, run = capsys.readouterr().out.partition("next:\n")[2].splitlines()
+    node_words = f"policy={LENIENT} data={path}"
+    assert supernode.strip() == f"posy supernode --superlink SERVER:9092 --key NODE.key {node_words}"
+    command = "posy run --superlink 127.0.0.1:8000 dataset=sites num-clients=N missing=impute categories=cp"
+    assert run.partition("    #")[0].strip() == command
+    assert main(["check-site", f"policy={LENIENT}", f"data={path}"]) == 2  # refuses the missing value
+
+
 def test_unexpected_columns_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = table(tmp_path / "s.csv", np.ones((4, 3)), [0, 1] * 2)
     words = ["sample-kind=features", "input-shape=2", "feature-names=f0,f1", "classes=0,1"]

@@ -55,10 +55,23 @@ def after_superlink(endpoint: Connection, fleet: str) -> list[str]:
     return [register, node, _command("run", *words, "dataset=sites", "num-clients=2")]
 
 
-def after_check_site(words: Sequence[str]) -> list[str]:
-    """Return the commands that start the node of a site, given its node config."""
+def after_check_site(words: Sequence[str], settings: Sequence[str] = ()) -> list[str]:
+    """Return the commands that start the node of a site and a run.
+
+    Parameters
+    ----------
+    words : sequence of str
+        The node config, as ``key=value``.
+    settings : sequence of str
+        The settings of a run for which the data was checked, as ``key=value``. The run needs them too.
+    """
     policy = [] if any(word.startswith("policy=") for word in words) else ["posy policy new    # optional rules"]
-    return [*policy, _command("supernode", "--superlink", f"SERVER:{PORT}", "--key", "NODE.key", *words)]
+    run = _command("run", "--superlink", CONTROL, "dataset=sites", "num-clients=N", *settings)
+    return [
+        *policy,
+        _command("supernode", "--superlink", f"SERVER:{PORT}", "--key", "NODE.key", *words),
+        *([f"{run}    # on the server"] if settings else []),
+    ]
 
 
 def _command(*words: str) -> str:
