@@ -150,11 +150,16 @@ class RunFolder:
         """Why the run may still be in progress, or an empty string."""
         if self.of_server:
             return "a process uses it" if is_locked(self.path) else ""
-        final = bool(self.stored) and all(model.final for model in self.stored.values())
-        limit = FINISHED_SECONDS if final else UNFINISHED_SECONDS
+        limit = FINISHED_SECONDS if self.is_final else UNFINISHED_SECONDS
         if time.time() - self.changed > limit:
             return ""
-        return f"it has changed within the last {f'{limit / 60:g} minutes' if final else f'{limit / 3600:g} hours'}"
+        text = f"{limit / 60:g} minutes" if self.is_final else f"{limit / 3600:g} hours"
+        return f"it has changed within the last {text}"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether all stored models are final, and there are any."""
+        return bool(self.stored) and all(model.final for model in self.stored.values())
 
     def remove(self) -> None:
         """Delete the run's folder on a node, with models, predictions and states; on the server, only the models."""

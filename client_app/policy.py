@@ -72,6 +72,8 @@ class NodeError(RuntimeError):
     """The error that a node with data sends to the server. It contains no samples, labels, file names or paths."""
 
     shareable = True
+    logged = True
+    """Whether the node's log already contains the full error."""
 
 
 def policy_of(node_config: Mapping[str, Any]) -> Policy | None:

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import logging
 import os
 import re
 import shlex
@@ -22,7 +23,7 @@ from posy.commands.deploy.commands import Insecure, RootCertificates, Verbose
 from posy.commands.deploy.next_steps import after_check_site
 from posy.commands.deploy.options import connection
 from posy.commands.help import EXPERIMENTS, MODELS, RESULTS, SITE, Group, commands_in
-from posy.commands.launch import APP, INTERRUPTED, run_in_process, toml
+from posy.commands.launch import APP, INTERRUPTED, run_in_process, toml, without_colours
 from posy.data.errors import DataError
 from posy.data.settings import SITES
 from posy.extensions import is_custom
@@ -76,6 +77,7 @@ experiments, results, trained, site = (commands_in(app, group) for group in (EXP
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 0, 1 (failed), 2 (invalid usage or settings) or 130 (interrupted)."""
     words = sys.argv[1:] if arguments is None else list(arguments)
+    logging.getLogger("flwr").addFilter(without_colours)
     command = typer.main.get_command(app)
     assert isinstance(command, typer.core.TyperGroup)
     try:

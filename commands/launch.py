@@ -119,6 +119,18 @@ def record_in_process(
         logger.setLevel(level)
 
 
+def without_colours(record: logging.LogRecord) -> bool:
+    """Remove the colours of Flower's log unless it goes to a terminal. This filter accepts every record.
+
+    Flower creates its handler when it is imported, which is often later than the start of a command.
+    """
+    for handler in logging.getLogger("flwr").handlers:
+        stream = getattr(handler, "stream", None)
+        if stream is not None and (stream.closed or not stream.isatty()):
+            vars(handler)["colored"] = False
+    return True
+
+
 def script(name: str) -> str:
     """Return the path of a command in this Python environment, which need not be activated."""
     return str(Path(sysconfig.get_path("scripts")) / name)

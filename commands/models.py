@@ -37,7 +37,7 @@ def show(library: Library, *, as_json: bool = False) -> None:
 
 def _rows(library: Library, run: RunFolder) -> list[tuple[str, ...]]:
     """Return the table's rows for a run: one for each client, or a single row if no model is stored."""
-    notes = ["may be in progress"] if run.in_progress else []
+    notes = ["may be in progress"] if run.in_progress and (run.of_server or not run.is_final) else []
     if run.of_server:
         notes.append(str(read_summary(run.path).get("status", "")))
     if not run.stored:

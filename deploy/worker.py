@@ -109,7 +109,8 @@ def serve(task: Task, apps: Apps, last: LastAnswer, sessions: Sessions) -> None:
         outcome: Message | Exception = reply
     except Exception as error:
         is_explained = getattr(error, "shareable", False)  # a traceback would bury the message
-        log(ERROR, "the ClientApp raised an exception: %s", error, exc_info=None if is_explained else error)
+        if not getattr(error, "logged", False):
+            log(ERROR, "the ClientApp raised an exception: %s", error, exc_info=None if is_explained else error)
         reply, outcome = error_reply(message, f"{type(error).__name__}: {_text_for_server(error, context)}"), error
     try:
         record(message, context, outcome)

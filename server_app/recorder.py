@@ -139,7 +139,11 @@ class Recorder:
         if self._central_scores and (notice := self._central_scores.notice):
             log(WARNING, "%s", notice)
             self.notices.append(notice)
-        self.status.note(results=self.directory.path, rounds=self.strategy.settings.run.num_server_rounds)
+        self.status.note(
+            results=self.directory.path,
+            rounds=self.strategy.settings.run.num_server_rounds,
+            method=key_prefix(run.method),
+        )
         self._note_round()
         self.progress = Progress(run.num_server_rounds, self.columns.metric, done=self.rounds)
 

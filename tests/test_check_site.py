@@ -1,6 +1,8 @@
 """`posy check-site` reports the data of a site as the site's node reads it in a run."""
 
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,6 +87,13 @@ def test_the_next_commands_repeat_the_settings_that_a_run_needs(
     command = "posy run --superlink 127.0.0.1:8000 dataset=sites num-clients=N missing=impute categories=cp"
     assert run.partition("    #")[0].strip() == command
     assert main(["check-site", f"policy={LENIENT}", f"data={path}"]) == 2  # refuses the missing value
+
+
+def test_a_log_that_is_not_in_a_terminal_has_no_colours(tmp_path: Path) -> None:
+    path = table(tmp_path / "s.csv", np.arange(16.0).reshape(8, 2), [0, 1] * 4)
+    words = [sys.executable, "-m", "posy", "check-site", f"policy={LENIENT}", f"data={path}"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert "INFO :" in done.stderr and "\x1b" not in done.stderr + done.stdout
 
 
 def test_unexpected_columns_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -226,7 +226,7 @@ def test_check_admission_reports_registration_without_side_effects(fleet: tuple[
     assert [finding.level for finding in registered] == ["ok", "ok"]
     unregistered = problems(doctor.check_admission(started.address, files.ca, files.node_key("site-b")))
     assert [finding.level for finding in unregistered] == ["error"]
-    assert "site-b.key is not registered: `posy register site-b.pub`" in unregistered[0].text
+    assert "site-b.key is not registered: `posy register certificates/site-b.pub`" in unregistered[0].text
     assert [str(node) for node in started.state.get_node_info()] == before
 
 

@@ -124,7 +124,7 @@ def test_the_commands_fit_the_run(
             [],
             False,
             [
-                "register a.pub    # on the server",
+                "register certificates/a.pub    # on the server, with a copy from keys",
                 "supernode --superlink SERVER:9092 --key keys/a.key --root-certificates keys/ca.pem data=PATH",
             ],
         ),

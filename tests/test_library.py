@@ -202,6 +202,7 @@ def test_the_list_shows_rounds_scores_and_the_current_model(
     lines = {tuple(line.split()[:4:3]): line for line in output.splitlines() if "site-" in line}
     assert len(lines) == 6
     cut, complete = (folder_of(state, name).name for name in ("cut", "complete"))
+    assert "may be in progress" not in output  # the fixture makes the files old
     assert lines[cut, "site-0"].endswith("  current") and "2 of 2" in lines[cut, "site-0"]
     assert lines[cut, "site-2"].endswith("  not final") and "1 of 2" in lines[cut, "site-2"]
     assert lines[complete, "site-2"].endswith("  current") and lines[complete, "site-0"].endswith("B")
@@ -235,6 +236,14 @@ def test_old_runs_are_removed_only_after_confirmation(state: Path, capsys: pytes
     output, _ = posy_command(capsys, "models", state, "--remove", "cut", "--yes")
     assert "this is the current run" in output and not cut.exists() and not (state / PIN).exists()
     assert posy_command(capsys, "models", state, status=2)[1].count("contains no run") == 1
+
+
+def test_only_a_run_without_final_models_may_be_in_progress(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    age(state, 0)
+    output, _ = posy_command(capsys, "models", state)
+    for name, notes in (("cut", True), ("complete", False)):
+        lines = [line for line in output.splitlines() if folder_of(state, name).name in line]
+        assert len(lines) == 3 and all(("may be in progress" in line) == notes for line in lines)
 
 
 @pytest.mark.parametrize(("name", "hours", "refused"), [("cut", 20, True), ("cut", 30, False), ("complete", 1, False)])

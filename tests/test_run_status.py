@@ -12,6 +12,8 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.supercore.retry import RetryState, make_simple_http_retry_invoker
 from nodes import NodeGrid
 
+from posy.commands.deploy.control import Run
+from posy.commands.deploy.status import show
 from posy.flower import CLOCK_SECONDS, versions
 from posy.server_app.app import run
 from posy.server_app.delivery import PollingGrid
@@ -73,6 +75,7 @@ def test_the_status_shows_what_a_run_waits_for_and_what_its_nodes_do(
     assert (number, last["round"], last["waits"]) == ("7", 2, None)
     assert not any("does" in node for node in last["nodes"].values())
     assert last["results"] == str(recorder.directory.path)
+    assert last["method"] == "fedavg"  # `posy status` shows it for a resumed run, whose submission need not name it
 
 
 @pytest.mark.usefixtures("write_immediately")
@@ -169,3 +172,10 @@ def test_a_watched_grid_still_counts_outages() -> None:
     assert invoker.on_backoff is not None
     invoker.on_backoff(RetryState(print, (), {}, 1, 0.0, httpx.ConnectError("gone"), 0.1))
     assert outages.count == 1
+
+
+def test_the_table_shows_the_method_of_a_resumed_run(capsys: pytest.CaptureFixture[str]) -> None:
+    resumed = Run("7", {"resume": "one"}, "running", "2026-01-01 00:00:00", 1.0, "")
+    show([resumed], [], {"7": {"round": 3, "rounds": 9, "method": "fedrep"}})
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["7"])
+    assert line.split()[:4] == ["7", "one", "fedrep", "running"]

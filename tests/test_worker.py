@@ -1,8 +1,17 @@
 """A worker answers a repeated message with its stored answer and handles every other message."""
 
-from flwr.app import ConfigRecord, Error, Message, MessageType, RecordDict
+import json
+from logging import ERROR
+from pathlib import Path
+from typing import Any
 
-from posy.deploy.worker import LastAnswer
+import pytest
+from flwr.app import ConfigRecord, Context, Error, Message, MessageType, RecordDict
+
+from posy.client_app.app import app
+from posy.deploy.sessions import Sessions
+from posy.deploy.tasks import Bundle, Run, Task
+from posy.deploy.worker import LastAnswer, serve
 from posy.server_app.in_process import InProcessGrid
 
 
@@ -48,3 +57,36 @@ def test_errors_and_query_answers_are_not_stored() -> None:
     last.keep(question, reply(question))
     assert last.find(first) is None
     assert last.find(question) is None
+
+
+class Answered(Task):
+    """A task whose reply stays in this process."""
+
+    def __init__(self, message: Message, node_config: dict[str, Any]) -> None:
+        context = Context(run_id=7, node_id=1, node_config=node_config, state=RecordDict(), run_config={})
+        self._input = message, context, Run(7), Bundle("", b"")
+
+    def push(self, reply: Message) -> None:
+        self.reply = reply
+
+    def finish(self, context: Context) -> None:
+        self.state = context.state
+
+
+class OneApp:
+    """The apps of a worker, which are all Posy's own ClientApp."""
+
+    signers = ()
+
+    def load(self, bundle: Bundle, rule: str) -> Any:
+        return app
+
+
+def test_a_refused_message_is_logged_once(tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "site.csv").write_text("f0,label\n1,0\n2,1\n")
+    refused = message(MessageType.QUERY, settings=json.dumps({"dataset": "digits"}))
+    task = Answered(refused, {"data": str(tmp_path / "site.csv")})
+    serve(task, OneApp(), LastAnswer(), Sessions())  # type: ignore[arg-type]
+    assert "rule data: " in task.reply.error.reason
+    (text,) = {record.getMessage() for record in warnings.records if record.levelno == ERROR}
+    assert "rule data: " in text

@@ -29,6 +29,7 @@ from posy.commands.deploy.certificates import (
     refused,
 )
 from posy.commands.deploy.control import control
+from posy.commands.deploy.options import CERTIFICATES
 from posy.commands.deploy.status import TOLERATED, VERSIONS, facts_of_nodes, free_disk, offset, results_of, space
 from posy.commands.launch import Connection
 from posy.deploy.fleet import code_in, public_pem_of, signature_headers
@@ -307,7 +308,10 @@ def check_admission(address: str, ca: Path, key: Path) -> Iterator[Finding]:
         else:
             yield Finding("ok", "this machine's clock agrees with the SuperLink's clock")
     if code_in(reply) == KEY_REFUSED:
-        yield Finding("error", f"{key} is not registered: `posy register {key.stem}.pub` on the server")
+        public = CERTIFICATES / f"{key.stem}.pub"
+        yield Finding(
+            "error", f"{key} is not registered: `posy register {public}` on the server, with a copy of the file"
+        )
     elif code_in(reply) == INTERVAL_REFUSED:
         yield Finding("ok", f"{key} is registered")
     else:

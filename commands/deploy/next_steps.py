@@ -31,11 +31,11 @@ def after_certificates(folder: Path, nodes: Sequence[str], hosts: Sequence[str],
     address = f"{next(iter(hosts), '127.0.0.1' if on_server else 'SERVER')}:{PORT}"
     commands = [_command("superlink", *server_words)] if on_server else []
     if nodes:
-        keys = [f"{node}.pub" for node in nodes]
+        public = [str((folder if on_server else CERTIFICATES) / f"{node}.pub") for node in nodes]
         if on_server:
-            register = _command("register", *(str(folder / key) for key in keys), *node_words)
+            register = _command("register", *public, *node_words)
         else:
-            register = f"{_command('register', *keys)}    # on the server, with a copy from {folder}"
+            register = f"{_command('register', *public)}    # on the server, with a copy from {folder}"
         start = _command("supernode", "--superlink", address, "--key", str(folder / f"{nodes[0]}.key"), *node_words)
         return [*commands, register, f"{start} data=PATH"]
     node = _command("certificates", str(folder), "NODE")

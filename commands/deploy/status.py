@@ -29,7 +29,8 @@ def show(runs: Sequence[Run], nodes: Sequence[Any], statuses: Mapping[str, Mappi
         round_text = f"{status['round']}/{status['rounds']}" if "rounds" in status else ""
         counts = [str(status.get(key) or "") for key in ("dropped", "sent-again")]
         waits = "" if run.ended else waiting(status.get("waits"))
-        common = (run.number, run.name, run.method, run.status, run.since, duration(run.seconds))
+        method = run.method or status.get("method", "")  # the command that resumes a run need not name its method
+        common = (run.number, run.name, method, run.status, run.since, duration(run.seconds))
         rows.append((*common, round_text, *counts, waits))
     print_table("runs" if rows else "no run was submitted", RUN_COLUMNS, rows)
     # For nodes that have never been online, the time is empty.
