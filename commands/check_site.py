@@ -34,6 +34,7 @@ from posy.data.values import channel_moments
 from posy.listing import laid_out
 from posy.metrics import CLASSES, LABELS, VALUES
 from posy.paths import expanded
+from posy.scores import Ints
 from posy.settings import NodeConfigError, as_config
 from posy.strategies.client_settings import NodeSettings, check_allowed, train_settings
 from posy.strategies.run_settings import TrainSettings
@@ -42,6 +43,9 @@ from posy.words import counted
 DEFAULT_TRAINING = TrainSettings()
 FAR = 10.0
 """Number of standard deviations from the mean beyond which Posy reports a feature's values as unusual."""
+DISTINCT, APART = 10, 3.0
+"""Minimum number of distinct values other than 0, and minimum number of their standard deviations between 0 and their
+mean, at which Posy reports that 0 may be a code for a missing value."""
 SHOWN = 20
 """Maximum number of lines that Posy prints for a list."""
 
@@ -193,18 +197,40 @@ def _counts(dataset: Dataset, part: Partition) -> dict[str, tuple[int, int]]:
 
 
 def _unusual_features(dataset: Dataset) -> list[tuple[str, str, str, str]]:
-    """Return the features that are constant or have a value more than ``FAR`` standard deviations from the mean."""
-    axes = tuple(range(dataset.x.ndim - 1))
+    """Return the features that are constant, have a value far from the mean, or have suspicious zeros.
+
+    A value is far if it is more than ``FAR`` standard deviations from the mean.
+    """
+    axes, zeros = tuple(range(dataset.x.ndim - 1)), _suspicious_zeros(dataset)
     low, high = dataset.x.min(axes), dataset.x.max(axes)
     reach = np.maximum(np.abs(low - dataset.mean), np.abs(high - dataset.mean)) / dataset.std
     lines = []
     names = dataset.columns or tuple(map(str, range(len(low))))
-    for feature in np.flatnonzero((low == high) | (reach > FAR))[:SHOWN]:
+    for feature in np.flatnonzero((low == high) | (reach > FAR) | (zeros > 0))[:SHOWN]:
         reasons = ["constant"] if low[feature] == high[feature] else []
         if reach[feature] > FAR:
             reasons.append(f"has a value {reach[feature]:.3g} standard deviations from the mean")
+        if zeros[feature]:
+            reasons.append(
+                f"{zeros[feature]} zeros may be a code for missing values: if so, export ? or an empty cell instead"
+            )
         lines.append((names[feature], f"{low[feature].item():.6g}", f"{high[feature].item():.6g}", "; ".join(reasons)))
     return lines
+
+
+def _suspicious_zeros(dataset: Dataset) -> Ints:
+    """Return the number of zeros of each feature if 0 may be a code for a missing value, else 0, ``(F,)``.
+
+    This is the case if a feature is always 0, or if 0 is far from the feature's other values.
+    """
+    x = np.asarray(dataset.x, np.float64).reshape(-1, dataset.x.shape[-1])
+    counts = np.count_nonzero(x == 0, axis=0)
+    for feature in np.flatnonzero(counts):
+        others = x[x[:, feature] != 0, feature]
+        is_far = len(np.unique(others)) >= DISTINCT and abs(others.mean()) > APART * others.std()
+        if (len(others) and not is_far) or (dataset.encoder and not dataset.encoder.is_number[feature]):
+            counts[feature] = 0
+    return counts
 
 
 def _statistics(dataset: Dataset, part: Partition) -> list[tuple[str, str, str]]:

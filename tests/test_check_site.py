@@ -60,6 +60,24 @@ def test_unusual_features_are_reported(tmp_path: Path) -> None:
     ]
 
 
+def test_zeros_that_may_be_missing_values_are_reported(tmp_path: Path) -> None:
+    """Cholesterol is 0 in all rows, and blood pressure in some. Oldpeak and the sex are 0 in many rows of real data."""
+    rows = np.arange(40)
+    pressure = np.where(rows % 5 == 0, 0, 110 + rows)
+    columns = [np.zeros(40), pressure, np.where(rows % 2, 0, rows / 10), rows % 2, 30 + rows]
+    path = table(tmp_path / "s.csv", np.stack(columns, axis=1), rows % 2)
+    reasons = {name: reason for name, *_, reason in check_site(NODE | {"data": str(path)}, OPEN).features}
+    remedy = "zeros may be a code for missing values: if so, export ? or an empty cell instead"
+    assert reasons == {"f0": f"constant; 40 {remedy}", "f1": f"8 {remedy}"}
+
+
+def test_indicators_of_missing_values_are_no_codes(tmp_path: Path) -> None:
+    path = tmp_path / "s.csv"
+    path.write_text("\n".join(["age,cp,label", *(f"{60 + i % 3},{'abc'[i % 3]},{i % 2}" for i in range(30))]))
+    settings = replace(OPEN, missing="impute", categories="cp", input_columns="age,cp")
+    assert check_site(NODE | {"data": str(path)}, settings).features == []
+
+
 def test_shared_statistics_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     x = np.column_stack([np.arange(8.0), np.full(8, 6.2)])
     path = table(tmp_path / "s.csv", x, [0, 1] * 4)
