@@ -24,6 +24,7 @@ from posy.settings import SettingsError
 
 PAGES = Path(__file__).resolve().parents[1] / "docs/deploy"
 OTHER_MESSAGES = {
+    "Invalid node ID",
     *("CERTIFICATE_VERIFY_FAILED", "Connection refused", "timed out", "Invalid timestamp", "2 of 3 clients"),
     *("EXPERIMENTAL: SuperExec authentication", "Connection attempt failed, retrying"),
 }

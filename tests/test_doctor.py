@@ -340,7 +340,9 @@ def test_a_stopped_superlink_is_reported(tmp_path: Path, capsys: pytest.CaptureF
 # -- backups ---------------------------------------------------------------------------------------------
 
 
-def test_a_backup_of_an_open_database_restores_registered_keys(tmp_path: Path) -> None:
+def test_a_backup_of_an_open_database_restores_registered_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     state, file = tmp_path / "superlink", tmp_path / "backup"
     files = make_files(tmp_path / "certificates", "site-a", "site-b", "site-c")
     with pytest.raises(SettingsError, match=r"no state\.db; .*--volatile"):
@@ -357,10 +359,15 @@ def test_a_backup_of_an_open_database_restores_registered_keys(tmp_path: Path) -
         pytest.raises(SettingsError, match="in use by a running SuperLink"),
     ):
         restore(state, file)
-    old = restore(state, file)
+    capsys.readouterr()
+    assert cli.main(["restore", str(file), "--state", str(state)]) == 0
     names = {node.name for node in reopened(state).get_node_info()}
     assert names == {"site-a"}
-    assert old is not None and old.exists()
+    printed = capsys.readouterr().out
+    assert "the previous state is in " in printed
+    assert (
+        "keys that were revoked after the backup are valid again: repeat each `posy register` and `posy unre" in printed
+    )
     shutil.rmtree(state)
     assert restore(state, file) is None
     again = reopened(state)

@@ -336,12 +336,14 @@ def restore(file: StateFile, state: State = STATE) -> int:
     """Restore the state of a stopped SuperLink.
 
     FILE is the output of `posy backup`. Nodes reconnect automatically. Runs that were in progress at the time of the
-    backup end with the status `failed`. Resume them from their checkpoints.
+    backup end with the status `failed`. Resume them from their checkpoints. A key that was revoked after the backup is
+    valid again.
     """
     from posy.commands.deploy.backup import restore as restore_database  # noqa: PLC0415
 
     old = restore_database(state, file)
     print(f"{state} is restored" + (f"; the previous state is in {old}" if old else ""))
+    print("keys that were revoked after the backup are valid again: repeat each `posy register` and `posy unregister`")
     return 0
 
 
