@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -192,6 +193,21 @@ def test_neighbours_and_threshold() -> None:
     assert [threshold_of(size, 0.6) for size in (2, 3, 4, 5, 10)] == [2, 2, 3, 3, 6]
     assert [threshold_of(size, 0.5000001) for size in (2, 3, 4, 5, 10)] == [2, 2, 3, 3, 6]
     assert threshold_of(5, 1.0) == 5
+
+
+def test_the_page_on_privacy_states_the_thresholds_of_small_federations() -> None:
+    page = (Path(__file__).parents[1] / "docs/deploy/privacy.md").read_text(encoding="utf-8")
+    lines = page.partition("### Drop-outs")[2].partition("###")[0].splitlines()
+    stated = [tuple(map(int, re.findall(r"\d+", line))) for line in lines if re.match(r"\| \d", line)]
+    expected = []
+    for size in (3, 4, 5):
+        signed, unsigned = (
+            View.new(range(size), 0, "auto", signed=is_signed).cohort_threshold for is_signed in (True, False)
+        )
+        least = max(client_side.MIN_CLIENTS, size // 2 + 1)  # client_side.smallest_sum
+        row = [(threshold, size - threshold, max(threshold, least)) for threshold in (signed, unsigned)]
+        expected.append((size, *(number for pair in zip(*row, strict=True) for number in dict.fromkeys(pair))))
+    assert stated == expected
 
 
 def test_two_survivor_lists_cannot_both_reach_the_safe_threshold() -> None:
