@@ -61,7 +61,6 @@ class Progress:
     ) -> None:
         self._clock = clock or time.monotonic
         self._metric = metric
-        self._dropped = 0
         self._columns = {point: column_of(point, metric.name) for point in ("served", "local")}
         self._rounds = rounds
         self._done = done
@@ -118,9 +117,9 @@ class Progress:
             Number of clients that a round can evaluate. If a metric covers fewer, it is shown with the number covered.
         """
         missing = len(row["missing"])
-        self._dropped += len(row["dropped"])
+        dropped = len(row["dropped"])
         notes = [f"{clients - missing} of {clients} clients"] if missing else []
-        notes += [f"{self._dropped} dropped"] if self._dropped else []
+        notes += [f"{dropped} dropped"] if dropped else []
         served, local, loss = ((row[column] or {}).get("mean") for column in (*self._columns.values(), "train_loss"))
         central = row.get("central", {}).get(self._metric.name)
         remarks = {point: _remark(row[column] or {}, clients, missing) for point, column in self._columns.items()}

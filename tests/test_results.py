@@ -378,6 +378,15 @@ class TestProgress:
         assert first.split("  ")[:3] == ["round 1/2", "served 50.00 %", "2 of 3 clients"]
         assert "clients" not in second
 
+    def test_a_line_counts_only_the_dropped_replies_of_its_round(self) -> None:
+        row = {"missing": [], "train_loss": None, "served_accuracy": spread_of(0.5), "local_accuracy": None}
+        log = io.StringIO()
+        with Progress(2, ACCURACY, stream=log) as progress:
+            progress.add({**row, "round": 1, "dropped": [{"client": 1}, {"client": 2}]}, 3)
+            progress.add({**row, "round": 2, "dropped": []}, 3)
+        first, second = log.getvalue().splitlines()
+        assert "  2 dropped  " in first and "dropped" not in second
+
     def test_a_figure_over_a_cohort_shows_its_client_count(self) -> None:
         row = {"round": 1, "missing": [4], "dropped": [], "train_loss": None}
         log = io.StringIO()
