@@ -57,13 +57,15 @@ class Update:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Additional numbers for the server."""
     client: int = -1
+    """Index of the client; the server sets it."""
     num_examples: int = 0
-    """Index of the client and its number of training samples n_i; the server sets both."""
+    """The client's number of training samples n_i; the server sets it."""
     weight: int | None = None
-    """Weight of the client in the server's means, set by the server; None: ``num_examples``."""
+    """Weight of the client in the server's means; the server sets it. None: ``num_examples``."""
     weight_factor: float = 1.0
+    """Factor by which ``max-client-weight`` scales the client's weight; the server sets it."""
     samples_factor: float = 1.0
-    """Factors by which ``max-client-weight`` scales the client's weight, and its sample count in sums over samples."""
+    """Factor by which ``max-client-weight`` scales the sample count in sums over samples; the server sets it."""
 
 
 @dataclass
