@@ -41,6 +41,7 @@ from posy.data.text import MAX_LENGTH, hashed
 from posy.data.transforms import shape_text
 from posy.data.values import as_features, channel_moments, check_reach, moments
 from posy.metrics import CLASSES, VALUES
+from posy.words import counted
 
 
 def read_site(path: Path, settings: DataSettings, policy: Policy, skip_unreadable: bool = False) -> Content:
@@ -265,8 +266,8 @@ def _frequent_classes(content: Content, rows: np.ndarray, policy: Policy) -> tup
     frequent = tuple(name for name, count in zip(names, counts, strict=True) if count >= policy.min_rows)
     if rare := len(names) - len(frequent):
         text = (
-            f"{rare} of its labels do not leave the site: they have fewer than {policy.min_rows} rows (min-rows); "
-            "set classes if the run needs them"
+            f"{counted(rare, 'label')} with fewer than {policy.min_rows} rows (min-rows) did not leave the site; set "
+            "classes if the run needs more labels"
         )
         return frequent, [Note(text)]
     return frequent, []

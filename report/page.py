@@ -121,7 +121,8 @@ def _curves(groups: Sequence[Group]) -> Markup:
                 figures.append(_figure(title, words, curves, percent=metric.in_percent))
     for key in ("train_loss", "served_loss", "local_loss"):
         curves = {group.series: group.curve(key) for group in groups}
-        figures.append(_figure("Training loss" if key == "train_loss" else f"Loss, {AT[key[:-5]]}", "mean", curves))
+        title = "Training loss" if key == "train_loss" else f"Loss, {AT[key[:-5]]}"
+        figures.append(_figure(title, _mean_of(groups), curves))
     curves = {group.series: group.curve("system_accuracy") for group in groups}
     figures.append(_figure("System accuracy", "pooled test samples", curves, percent=True))
     for metric, scored in _by_metric(groups).items():
