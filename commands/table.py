@@ -582,13 +582,19 @@ def run_cells(plan: Plan, jobs: int, begin: "Start | None" = None) -> dict[str, 
         print(f"{counted(len(repeated), 'run')} will be repeated, because the code has changed: {', '.join(codes)}")
     running: dict[Cell, Running] = {}
     failures: dict[str, str] = {}
-    estimate = Estimate(jobs)
+    ended: dict[str, list[float]] = {}
+    for cell in plan.cells:
+        if cell not in waiting and (summary := cell.summary("completed")) is not None:
+            ended.setdefault(cell.place, []).append(float(summary["seconds"]))
+    estimate = Estimate(jobs, ended)
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
                 cell = waiting.popleft()
                 running[cell] = begin(cell) if begin else start(cell, jobs)
-                estimate.begin(cell.path, cell.rounds)  # the directory no longer contains the files of another run
+                estimate.begin(
+                    cell.path, cell.rounds, cell.place
+                )  # the directory no longer contains the files of another run
             for cell, process in list(running.items()):
                 if (status := process.poll()) is None:
                     continue
@@ -602,8 +608,9 @@ def run_cells(plan: Plan, jobs: int, begin: "Start | None" = None) -> dict[str, 
                     failures |= {other.name: f"not started, because {cell.name} failed" for other in repetitions}
                     waiting = deque(other for other in waiting if other not in repetitions)
                     done += len(repetitions)
-                print(f"[{done}/{total}] {cell.name}: {outcome}{time_left(estimate.left(len(waiting)))}", flush=True)
-            if (seconds := estimate.first(len(waiting))) is not None:
+                left = time_left(estimate.left([other.place for other in waiting]))
+                print(f"[{done}/{total}] {cell.name}: {outcome}{left}", flush=True)
+            if (seconds := estimate.first([other.place for other in waiting])) is not None:
                 print(f"the first rounds have ended{time_left(seconds)}", flush=True)
             time.sleep(0.05)
     finally:
