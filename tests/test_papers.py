@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from posy import figures
 from posy.commands import archive
@@ -38,7 +39,18 @@ from posy.commands.papers.page import changed, page
 from posy.commands.papers.record import in_percent, measured, partial_coverage, recorded_numbers
 from posy.commands.papers.requirements import reductions
 from posy.commands.papers.tables import without_negative_zero
-from posy.commands.papers.verdict import MIN_SEEDS, Number, Pair, PairTest, Verdict, agrees, distances, number, verdict
+from posy.commands.papers.verdict import (
+    MIN_SEEDS,
+    MIN_SPREAD_SEEDS,
+    Number,
+    Pair,
+    PairTest,
+    Verdict,
+    agrees,
+    distances,
+    number,
+    verdict,
+)
 from posy.commands.table import read_plan
 from posy.settings import SettingsError
 from posy.strategies.registry import parse_words
@@ -129,7 +141,22 @@ def test_entropies_agree_within_a_hundredth() -> None:
 
 def test_distances_from_the_mean_over_the_seeds_by_hand() -> None:
     assert distances({0: 1.0, 1: 2.0, 2: 6.0}) == {0: 2.0, 1: 1.0, 2: 3.0}
-    assert distances({0: 5.0, 1: 7.0}) == distances({}) == {}  # two seeds have equal distances
+    assert distances({0: 5.0}) == distances({}) == {}
+
+
+def test_a_claim_about_spreads_needs_five_seeds() -> None:
+    """A paired t-test on absolute deviations of three seeds cannot reach 5 %."""
+    text = " ".join((ROOT / "docs/papers/reading.md").read_text(encoding="utf-8").split())
+    assert MIN_SPREAD_SEEDS == 5 and "A test of spread needs at least five" in text
+    pair, deviations = Pair("b", "A"), {Pair("b", "A"): (3.0, 1.0)}
+    few = verdict({pair: [2.0, 2.01, 2.02, 2.03]}, deviations=deviations)
+    assert (few.word, few.too_few, outcome(few)) == ("undecided", 1, "undecided: too few seeds for a test of spread")
+    enough = verdict({pair: [2.0, 2.01, 2.02, 2.03, 2.04]}, deviations=deviations)
+    assert enough.word == "holds" and enough.tests[0].deviations == (3.0, 1.0)
+    rng = np.random.default_rng(0)
+    for values in rng.normal(size=(200, 3)) * rng.exponential(size=(200, 1)):
+        above, below = distances(dict(enumerate(values))), distances(dict(enumerate(rng.normal(size=3))))
+        assert stats.ttest_rel(list(above.values()), list(below.values())).pvalue > 0.05
 
 
 def judge(
@@ -383,9 +410,15 @@ def test_extra_seeds_are_run_and_archived(paper_dir: Path, capsys: pytest.Captur
         for variant in "ba"
         if (values := [*comparison.values(variant, "FedAvg", "local last").values()])
     ]
-    assert spread.deciding is not None
+    assert spread.deciding is not None and spread.deciding.deviations is not None
     assert spread.deciding.summary.mean == pytest.approx(deviations[0] - deviations[1])
-    assert spread.deciding.summary.seeds == 3 and "Levene's test: p = 0." in text
+    assert spread.deciding.summary.seeds == 3
+    stds = [np.std([*comparison.values(variant, "FedAvg", "local last").values()], ddof=1) for variant in "ba"]
+    assert spread.deciding.deviations == pytest.approx(stds)
+    assert (
+        f"(standard deviations of {stds[0]:.2f} (b / FedAvg) and {stds[1]:.2f} points (a / FedAvg), "
+        "too few seeds for a test of spread; digits; 3 seeds)" in text
+    )
     printed, seeds, again = run()  # the table's seeds, which have already run
     assert "4 of 4 runs are available" in printed and "/ seed" not in printed and seeds == {0, 1, 2}
     assert again == text
@@ -479,7 +512,7 @@ def test_a_table_is_run_judged_and_shown_on_its_page(paper_dir: Path, capsys: py
     assert [c.config["local-epochs"] for c in item("mine", "table1").plan("small").cells] == [1, 1, 3, 3]
     (epochs, epochs_verdict), (unknown, unknown_verdict), (_, spread), *_ = comparison.verdicts
     assert f"- **{outcome(epochs_verdict)}**: {epochs.say} (b / FedAvg − a / FedAvg: " in text
-    assert f"- Claims that need these runs: {unknown.say}; it spreads less.\n" in text
+    assert f"- Claims that need these runs: {unknown.say}.\n" in text
     assert epochs_verdict.deciding is not None
     summary = epochs_verdict.deciding.summary
     difference = f"{summary.mean:+.2f} ± {summary.std:.2f} points, too few seeds for a test; digits; 2 seeds"
@@ -487,7 +520,7 @@ def test_a_table_is_run_judged_and_shown_on_its_page(paper_dir: Path, capsys: py
     assert summary.mean == pytest.approx(sum(other[s] - values[s] for s in (0, 1)) / 2)
     assert epochs.higher == ("b / FedAvg",)
     assert unknown_verdict.word == "not tested"
-    assert spread.word == "not tested"  # two seeds do not suffice
+    assert outcome(spread) == "undecided: too few seeds for a test of spread (reduced)"
 
 
 def test_only_runs_with_the_papers_size_and_settings_are_compared_with_its_numbers(paper_dir: Path) -> None:
@@ -657,7 +690,7 @@ def test_evidence_counts_comparisons_and_names_the_rows_above(paper_dir: Path) -
     spread = Claim("so", ("FedAvg",), ("Local",), measure="local last", spread=True)
     adjusted = replace(tests[1], adjusted=True)
     (text,) = evidence(comparison, spread, Verdict("undecided", (adjusted,), adjusted, scale="full"))
-    assert text.endswith("points, Levene's test: Holm-adjusted p = 0.500")
+    assert text.endswith("points, paired t-test on absolute deviations from the mean: Holm-adjusted p = 0.500")
 
 
 def test_a_claim_cannot_hold_before_all_its_rows_have_runs(paper_dir: Path) -> None:

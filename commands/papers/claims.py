@@ -157,7 +157,9 @@ def _and(texts: Sequence[str]) -> str:
 
 def outcome(verdict: Verdict) -> str:
     """Return the outcome of a claim, with a mark if it comes from reduced runs."""
-    too_few = f": {TOO_FEW}" if verdict.too_few and verdict.too_few == verdict.counts[UNDECIDED] else ""
+    too_few = ""
+    if verdict.too_few and verdict.too_few == verdict.counts[UNDECIDED]:
+        too_few = f": {TOO_FEW}" + " for a test of spread" * verdict.is_spread
     word = verdict.word + too_few * (verdict.word == UNDECIDED)
     return f"{word} {REDUCED}" if is_reduced(verdict) else word
 
@@ -203,7 +205,12 @@ def evidence(comparison: Comparison, claim: Claim, verdict: Verdict) -> list[str
     if len(verdict.tests) == 1:
         parts = [f"{difference}, {_result(claim, test)}"]
     elif verdict.too_few == len(verdict.tests):
-        parts = [f"{TOO_FEW} for a test in {_all(len(verdict.tests))} comparisons", f"lowest difference: {difference}"]
+        parts = [f"{_too_few(claim)} in {_all(len(verdict.tests))} comparisons", f"lowest difference: {difference}"]
+        if claim.spread:
+            pairs = [test.deviations for test in verdict.tests if test.deviations]
+            smaller = sum(below < above for above, below in pairs)
+            name = _and([item.label(row) for row in claim.lower])
+            parts.insert(1, f"{name} has the smaller standard deviation in {smaller} of {len(pairs)}")
     else:
         parts = [count_comparisons(verdict) + _exceptions(item, verdict)]
         if _disagree(verdict) and len(verdict.counts) > 1:
@@ -223,8 +230,13 @@ def evidence(comparison: Comparison, claim: Claim, verdict: Verdict) -> list[str
 def _deciding(item: Item, claim: Claim, verdict: Verdict) -> str:
     """Return the deciding comparison of a claim, such as ``FedFew − IFCA, AG News: +1.25 ± 0.30 points``."""
     assert verdict.deciding is not None
-    pair = verdict.deciding.pair
+    pair, deviations = verdict.deciding.pair, verdict.deciding.deviations
     column = f", {item.label(pair.column)}" if len(verdict.columns) > 1 else ""
+    if deviations is not None:
+        unit, digits = _unit(claim, ""), 2 if in_percent(claim.measure) else 3
+        above, below = (f"{deviation:.{digits}f}" for deviation in deviations)
+        rows = f"{above} ({item.label(pair.higher)}) and {below}{unit} ({item.label(pair.lower)})"
+        return f"standard deviations of {rows}{column}"
     difference = _difference(item, claim, verdict.deciding.summary)
     return f"{item.label(pair.higher)} − {item.label(pair.lower)}{column}: {difference}"
 
@@ -299,17 +311,22 @@ def _above(item: Item, claim: Claim, verdict: Verdict) -> str:
     )
 
 
+def _too_few(claim: Claim) -> str:
+    """Return that a claim has too few seeds for its test."""
+    return f"{TOO_FEW} for a test" + " of spread" * claim.spread
+
+
 def _result(claim: Claim, test: PairTest) -> str:
     """Return the result of a test, such as ``p = 0.010``, with the name of the test unless it is a paired t-test."""
     if test.p_value is None:
-        return f"{TOO_FEW} for a test"
+        return _too_few(claim)
     if test.summary.std == 0:
         return "the same in all runs"
     p_value = "p < 0.001" if test.p_value < 0.001 else f"p = {test.p_value:.3f}"
     if test.adjusted:
         p_value = f"Holm-adjusted {p_value}"
     if claim.spread:
-        return f"Levene's test: {p_value}"
+        return f"paired t-test on absolute deviations from the mean: {p_value}"
     if claim.within is not None:
         unit = _unit(claim, f"{claim.within:g}")
         return f"equivalence test within ±{claim.within:g}{unit}: {p_value}"

@@ -1,6 +1,7 @@
 """Compare a paper's table or figure with its runs: the state of each number, and the outcome of each claim."""
 
 import itertools
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -254,10 +255,19 @@ class Comparison:
 
         A claim cannot hold before all its planned rows have runs. It can fail earlier.
         """
-        differences = self._differences(claim, scale)
-        judged = verdict(
-            {pair: list(by_seed.values()) for pair, by_seed in differences.items()}, claim.by, claim.within, claim.but
-        )
+        values = self._paired_values(claim, scale)
+        differences: dict[Pair, list[float]] = {}
+        for pair, rows in values.items():
+            above, below = map(distances, rows) if claim.spread else rows
+            differences[pair] = [above[seed] - below[seed] for seed in above]
+        deviations = None
+        if claim.spread:
+            deviations = {
+                pair: (statistics.stdev(above.values()), statistics.stdev(below.values()))
+                for pair, (above, below) in values.items()
+                if len(above) > 1
+            }
+        judged = verdict(differences, claim.by, claim.within, claim.but, deviations)
         compared = {str(pair) for pair in differences}
         pairs = itertools.starmap(Pair, itertools.product(claim.higher, claim.lower))
         not_run = tuple(
@@ -280,12 +290,9 @@ class Comparison:
         }
         return any((cell.variant, cell.row) in variant_rows for cell in self.plans[scale].cells)
 
-    def _differences(self, claim: Claim, scale: str) -> dict[Pair, dict[int, float]]:
-        """Return the differences between a claim's higher and lower rows in each column.
-
-        Each mapping holds one difference for each seed that both rows share.
-        """
-        differences: dict[Pair, dict[int, float]] = {}
+    def _paired_values(self, claim: Claim, scale: str) -> dict[Pair, tuple[dict[int, float], dict[int, float]]]:
+        """Return the values of a claim's higher and lower rows in each column, for the seeds that both rows share."""
+        paired: dict[Pair, tuple[dict[int, float], dict[int, float]]] = {}
         for higher, lower in itertools.product(claim.higher, claim.lower):
             # Rows whose names include a variant are compared once, not in every variant.
             for variant in [""] if " / " in higher else claim.variants or self.item.variants:
@@ -293,11 +300,12 @@ class Comparison:
                     self.values(*_place(name, variant), claim.measure, scale, same_point=claim.same_point)
                     for name in (higher, lower)
                 )
-                if claim.spread:
-                    above, below = distances(above), distances(below)
                 if shared := sorted(above.keys() & below.keys()):
-                    differences[Pair(higher, lower, variant)] = {seed: above[seed] - below[seed] for seed in shared}
-        return differences
+                    paired[Pair(higher, lower, variant)] = (
+                        {seed: above[seed] for seed in shared},
+                        {seed: below[seed] for seed in shared},
+                    )
+        return paired
 
 
 def _shared_seeds(ended: Iterable[Cell]) -> set[int]:

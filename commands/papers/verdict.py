@@ -13,6 +13,9 @@ LEVEL = 0.05
 """Significance level of all tests."""
 MIN_SEEDS = 3
 """Minimum number of independent runs of each row in a test. Runs are independent if they have different seeds."""
+MIN_SPREAD_SEEDS = 5
+"""Minimum number of independent runs of each row in a test of two standard deviations. With three runs, the p-value of
+the paired t-test on absolute deviations cannot fall below 0.05."""
 ROUNDING = 1e-12
 """Posy treats numbers as equal if their standard deviation is at most this fraction of their mean."""
 SPREADS, UNITS = 2.0, 2.0
@@ -39,13 +42,12 @@ def number(values: Sequence[float]) -> Number | None:
 
 
 def distances(values: Mapping[int, float]) -> dict[int, float]:
-    """Return each seed's distance from the mean over the seeds, or an empty mapping for fewer than three seeds.
+    """Return each seed's absolute deviation from the mean over the seeds, or an empty mapping for a single seed.
 
-    Levene's test of two spreads compares the means of these distances. The distances of two seeds are equal, so their
-    differences would have no variance.
+    A paired t-test on these deviations compares two spreads. Unlike Levene's test, it uses pairs of runs.
     """
     mean = statistics.fmean(values.values()) if values else 0.0
-    return {seed: abs(value - mean) for seed, value in values.items()} if len(values) > 2 else {}
+    return {seed: abs(value - mean) for seed, value in values.items()} if len(values) > 1 else {}
 
 
 def agrees(ours: Number, printed: float, spread: float | None, unit: float) -> bool:
@@ -74,8 +76,9 @@ class Pair(NamedTuple):
 class PairTest:
     """The outcome of one comparison.
 
-    ``p_value`` is None if there are fewer than ``MIN_SEEDS`` pairs of runs. ``adjusted`` states whether Holm's
-    correction applies to it. ``summary`` summarises the differences over the seeds.
+    ``p_value`` is None if there are too few pairs of runs. ``adjusted`` states whether Holm's correction applies to it.
+    ``summary`` summarises the differences over the seeds. ``deviations`` are the standard deviations of the two rows if
+    the claim compares spreads.
     """
 
     pair: Pair
@@ -83,6 +86,7 @@ class PairTest:
     p_value: float | None
     summary: Number
     adjusted: bool = False
+    deviations: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -114,21 +118,30 @@ class Verdict:
         return list(dict.fromkeys(test.pair.column for test in (*self.tests, *self.excepted)))
 
     @property
+    def is_spread(self) -> bool:
+        """Whether the claim compares spreads."""
+        return any(test.deviations for test in self.tests)
+
+    @property
     def too_few(self) -> int:
         """Number of comparisons with too few independent runs for a test."""
         return sum(test.p_value is None for test in self.tests)
 
 
 def verdict(
-    differences: Mapping[Pair, Sequence[float]], by: float = 0.0, within: float | None = None, but: int = 0
+    differences: Mapping[Pair, Sequence[float]],
+    by: float = 0.0,
+    within: float | None = None,
+    but: int = 0,
+    deviations: Mapping[Pair, tuple[float, float]] | None = None,
 ) -> Verdict:
     """Judge a claim by the differences between its rows, in the claimed direction.
 
     Each comparison is a pair of rows in one column, with one difference per seed. The claim holds if it holds for every
     comparison. It holds for a comparison if the mean difference is significantly above ``by`` (two-sided t-test, 5 %).
     The claim does not hold if the mean difference of any comparison is significantly below ``by``, with Holm's
-    correction for the number of tests. Otherwise it is undecided. A comparison with fewer than ``MIN_SEEDS`` seeds is
-    undecided without a test.
+    correction for the number of tests. Otherwise it is undecided. A comparison with too few seeds is undecided without
+    a test.
 
     With ``within``, the claim holds for a comparison if the absolute mean difference is significantly below ``within``
     (two one-sided t-tests, 5 % each: Schuirmann, 1987). The claim does not hold if this difference is significantly
@@ -145,8 +158,16 @@ def verdict(
     but : int
         Number of lower rows that may be above the higher row in each column. The verdict ignores this many rows per
         column, starting with the smallest mean difference. With 1, the claim is that the row is first or second.
+    deviations : mapping of Pair to tuple of float, optional
+        Standard deviations of the two rows of each comparison, for a claim about spreads. ``differences`` are then the
+        differences of the absolute deviations, and a test needs ``MIN_SPREAD_SEEDS`` seeds.
     """
-    tests = [_compared(pair, values, by, within) for pair, values in differences.items() if values]
+    fewest = MIN_SEEDS if deviations is None else MIN_SPREAD_SEEDS
+    tests = [
+        replace(_compared(pair, values, by, within, fewest), deviations=(deviations or {}).get(pair))
+        for pair, values in differences.items()
+        if values
+    ]
     excepted = _lowest(tests, but)
     tests = _corrected([test for test in tests if test not in excepted])
     if not tests:
@@ -172,11 +193,11 @@ def _lowest(tests: Sequence[PairTest], number: int) -> list[PairTest]:
     return [test for group in by_column.values() for test in sorted(group, key=lambda test: test.summary.mean)[:number]]
 
 
-def _compared(pair: Pair, differences: Sequence[float], by: float, within: float | None) -> PairTest:
-    """Test the differences between two rows."""
+def _compared(pair: Pair, differences: Sequence[float], by: float, within: float | None, fewest: int) -> PairTest:
+    """Test the differences between two rows if there are at least ``fewest`` of them."""
     summary = number(differences)
     assert summary is not None
-    if summary.seeds < MIN_SEEDS:
+    if summary.seeds < fewest:
         return PairTest(pair, UNDECIDED, None, summary)
     if within is None:
         as_claimed, otherwise = 2 * _greater(differences, by), 2 * _less(differences, by)
