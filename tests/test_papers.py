@@ -1,6 +1,7 @@
 """`posy paper`: files of tables and figures, verdicts on numbers and claims, and the page of a paper."""
 
 import json
+import re
 import shutil
 import subprocess
 import tomllib
@@ -20,6 +21,7 @@ from posy.commands.papers import claims as claims_module
 from posy.commands.papers import item as item_module
 from posy.commands.papers import page as page_module
 from posy.commands.papers.claims import (
+    count_comparisons,
     count_outcomes,
     counts_in,
     coverage,
@@ -401,7 +403,7 @@ def test_extra_seeds_are_run_and_archived(paper_dir: Path, capsys: pytest.Captur
     assert (
         "Command: `posy paper mine table1 --scale small --seeds 3`." in text
         and "; 3 seeds)" in text
-        and ", p = 0." in text
+        and ", p\u00a0=\u00a00." in text
     )
     comparison = Comparison(item("mine", "table1"))
     (spread,) = [verdict for claim, verdict in comparison.verdicts if claim.spread]
@@ -564,7 +566,7 @@ def test_main_claims_come_first_with_their_verdicts(paper_dir: Path, capsys: pyt
     also = {"say": "The same", "in": "table1", "claim": "two epochs are better than one"}
     claims: list[dict[str, Any]] = [
         {"say": "More passes help", "in": "table1", "claim": "two epochs are better than one"},
-        {"say": "Passes hardly matter", "in": "table1", "claim": "no large one", "also": [also]},
+        {"say": "Passes hardly matter", "in": "table1", "claim": "no large one", "also": [also], "note": "A note."},
         {"say": "Federation helps", "in": "table1", "claim": "FedAvg is better"},
     ]
     (paper_dir / "claims.yaml").write_text(dump({"claims": claims}), encoding="utf-8")
@@ -577,27 +579,44 @@ def test_main_claims_come_first_with_their_verdicts(paper_dir: Path, capsys: pyt
     assert more is not None and more.p_value is not None and little is not None and little.p_value is not None
     word = judged["two epochs are better than one"].word
     difference = f"b / FedAvg − a / FedAvg: {more.summary.mean:+.2f} ± {more.summary.std:.2f} points, "
-    within = (
-        f"equivalence test within ±100 points: p {f'= {little.p_value:.3f}' if little.p_value > 0.001 else '< 0.001'}"
-    )
-    other = f"The same ([Table 1](#table-1)): {judged['two epochs are better than one'].word} (reduced), {difference}"
-    runs = "[Table 1](#table-1): digits; 3 seeds<br>reduced: 2 instead of 4 rounds, 300 samples"
+    p_value = f"p = {little.p_value:.3f}" if little.p_value > 0.001 else "p < 0.001"
+    within = f"equivalence test within ±100 points: {p_value}".replace(p_value, p_value.replace(" ", "\u00a0"))
+    other = f"The same: {judged['two epochs are better than one'].word}, {more.summary.mean:+.2f}"
+    runs = "[Table 1](#table-1): digits; 3 seeds<br>also reduced: local epochs 3 instead of 2 (b)"
+    assert "\n\nReduced runs: 2 instead of 4 rounds, 300 samples.\n\n" in text
     assert rows == [
-        ["More passes help", f"**{word}** (reduced)", f"{difference}p = {more.p_value:.3f}", runs],
+        [
+            "More passes help",
+            f"**{word}** (reduced)",
+            f"{difference}p = {more.p_value:.3f}".replace("p = ", "p\u00a0=\u00a0"),
+            runs,
+        ],
         [
             "Passes hardly matter",
             "**holds** (reduced)",
-            f"{difference}{within}<br>{other.removesuffix(', ')}",
+            f"{difference}{within}<br>{other.removesuffix(', ')}<br>A note.",
             runs,
         ],
         ["Federation helps", "**not tested**", "", "[Table 1](#table-1), needs digits"],
     ]
     assert little.p_value < 0.05 and "never shown" not in text  # the page omits the reason of a claim that holds
-    assert f"**3 main claims.** {counts_in(rows)}." in text.split("\n\n")[3]
+    first = (
+        f"**Main claim: {word} in reduced runs.** {difference}p = {more.p_value:.3f} (50\u00a0% of the paper's rounds, "
+    )
+    summary_text = f"{first}3 seeds). **3 main claims.** {counts_in(rows)}."
+    assert " ".join(text.split("\n\n")[3].split()) == " ".join(summary_text.split())
     capsys.readouterr()
     assert main(["paper"]) == 0
     (summary,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.split()[:2] == ["mine", "3"]]
     assert summary[2:6] == ["1", "0", "1", "1"]  # holds, does not hold, undecided, not tested
+
+
+@pytest.mark.parametrize("paper", papers())
+def test_verdict_boxes_are_short(paper: str) -> None:
+    for claim, _, shown, _ in read_box((ROOT / f"docs/papers/{paper}.md").read_text(encoding="utf-8")):
+        words = re.sub(r"\]\([^)]*\)|<br>", " ", shown).split()
+        words = [word for word in words if re.search(r"\w", word)]
+        assert len(words) <= 60, f"{claim}: {len(words)} words"
 
 
 def test_verdicts_are_counted_in_words() -> None:
@@ -654,7 +673,7 @@ def test_small_differences_keep_their_first_digit(
     claim = Claim("so", ("FedAvg",), ("Local",), ("a",), measure=measure)
     test = PairTest(Pair("FedAvg", "Local", "a"), "holds", 0.01, Number(difference, std, 3))
     text = describe(Comparison(item("mine", "table1")), claim, Verdict("holds", (test,), test, scale="full"))
-    result = "the same in all runs" if std == 0 else "p = 0.010"
+    result = "the same in all runs" if std == 0 else "p\u00a0=\u00a00.010"
     assert text == f"**holds**: so (FedAvg − Local: {expected}, {result}; digits; 3 seeds)."
 
 
@@ -663,10 +682,13 @@ def compared(mean: float, lower: str, column: str, word: str = "undecided") -> P
     return PairTest(Pair("FedAvg", lower, column), word, 0.5, Number(mean, 1.0, 3))
 
 
-def test_evidence_counts_comparisons_and_names_the_rows_above(paper_dir: Path) -> None:
+def test_evidence_counts_comparisons_and_names_the_rows_above(paper_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(paper_dir, names={"a": "first setting"}, small={"settings": {"max-samples": 300}, "variants": {}})
     comparison = Comparison(item("mine", "table1"))
     claim = Claim("so", ("FedAvg",), ("Local", "Other"), measure="local last")
+    # The means are over all seeds. The tests use only the seeds that two rows share.
+    means = {"a": {"FedAvg": 5.0, "Local": 4.0, "Other": 6.0}, "b": {"FedAvg": 5.0, "Local": 7.0, "Other": 6.0}}
+    monkeypatch.setattr(comparison, "means", lambda claim, scale: means)
     tests = (
         compared(1.0, "Local", "a", "holds"),
         compared(-2.0, "Local", "b"),
@@ -675,22 +697,35 @@ def test_evidence_counts_comparisons_and_names_the_rows_above(paper_dir: Path) -
     )
     parts = evidence(comparison, claim, Verdict("undecided", tests, tests[1], scale="full"))
     assert parts == [
+        "rank 2 of 3 in first setting; 3 of 3 in b",
         "holds in 1, undecided in 3 of 4 comparisons",
         "first setting: holds in 1, undecided in 1; b: undecided in 2",
-        "higher mean than FedAvg: Other; Local (b)",
-        "weakest: FedAvg − Local, b: -2.00 ± 1.00 points, p = 0.500",
+        "higher mean than FedAvg in both columns: Other; in b: Local",
+        "lowest difference: FedAvg − Local, b: -2.00 ± 1.00 points, p\u00a0=\u00a00.500",
     ]
+    brief = evidence(comparison, claim, Verdict("undecided", tests, tests[1], scale="full"), brief=True)
+    assert brief == [*parts[:2], parts[-1]]
     alike = tuple(replace(test, word="undecided") for test in tests[:2])
+    means["a"], means["b"] = {"FedAvg": 5.0, "Local": 4.0}, {"FedAvg": 3.0, "Local": 2.0}
     assert evidence(comparison, claim, Verdict("undecided", alike, alike[1], scale="full"))[:2] == [
-        *("undecided in both comparisons", "higher mean than FedAvg: Local (b)"),
+        *("rank 1 of 2 in both columns", "undecided in both comparisons"),
     ]
+    corrected = (replace(alike[0], adjusted=True), alike[1])
+    assert count_comparisons(Verdict("undecided", corrected, corrected[0])) == (
+        "undecided in both comparisons (1 significant against it before Holm)"
+    )
     first = Verdict("holds", tests[:1], tests[0], tests[2:3], scale="full", not_run=(Pair("FedAvg", "Third"),))
-    assert evidence(comparison, claim, first)[1:] == ["not run: Third"]
+    assert evidence(comparison, claim, first)[-1] == "not run: Third"
     assert coverage(comparison, claim, first) == "digits; 1 of the claim's 2 columns, 3 seeds"
     spread = Claim("so", ("FedAvg",), ("Local",), measure="local last", spread=True)
     adjusted = replace(tests[1], adjusted=True)
     (text,) = evidence(comparison, spread, Verdict("undecided", (adjusted,), adjusted, scale="full"))
-    assert text.endswith("points, paired t-test on absolute deviations from the mean: Holm-adjusted p = 0.500")
+    assert text.endswith(
+        "points, paired t-test on absolute deviations from the mean: Holm-adjusted p\u00a0=\u00a00.500"
+    )
+    close = replace(spread, spread=False, by=-3.0)
+    (text,) = evidence(comparison, close, Verdict("undecided", tests[1:2], tests[1], scale="full"))
+    assert text.endswith("points, non-inferiority test within 3 points: p\u00a0=\u00a00.500")
 
 
 def test_a_claim_cannot_hold_before_all_its_rows_have_runs(paper_dir: Path) -> None:

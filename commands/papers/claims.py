@@ -4,13 +4,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from posy.commands.papers.compare import Comparison
 from posy.commands.papers.item import MAIN_CLAIMS, Claim, Item, items
 from posy.commands.papers.record import in_percent
-from posy.commands.papers.requirements import dataset_title, datasets, reductions
+from posy.commands.papers.requirements import dataset_title, datasets, reduced_parts, reductions, share_of_rounds
 from posy.commands.papers.tables import markdown_table, without_negative_zero
 from posy.commands.papers.verdict import FAILS, HOLDS, NOT_TESTED, OUTCOMES, UNDECIDED, Number, PairTest, Verdict
 from posy.settings import SettingsError
@@ -20,15 +20,22 @@ from posy.yaml12 import read_yaml
 
 KEYS = ("say", "in", "claim")
 """Keys of a main claim: its text, the file of a table or figure without ``.yaml``, and the text of a claim there."""
-ALSO = "also"
-"""Optional key of a main claim: a list of further claims, with the same keys, whose outcomes the box shows, too."""
+ALSO, NOTE = "also", "note"
+"""Optional keys of a main claim: further claims, with the same keys, whose outcomes the box shows, too, and a note. The
+box omits the note of a further claim that holds."""
 BOX = ("main claim", "verdict", "evidence", "runs")
 """Columns of the verdict box."""
 LINE = "<br>"
 """Line break in a cell of the verdict box."""
 REDUCED = "(reduced)"
 """Mark of an outcome from reduced runs."""
+BEYOND = "(Posy's experiment)"
+"""Mark of an outcome from an experiment that is not in the paper."""
+SPACE = "\u00a0"
+"""Space without a line break."""
 TOO_FEW = "too few seeds"
+MOST_ABOVE = 3
+"""Maximum number of rows above a claim's row that the verdict box lists. A paper's section lists all of them."""
 PLURALS = {HOLDS: "hold", FAILS: "do not hold"}
 
 
@@ -40,6 +47,7 @@ class MainClaim:
     item: Item
     claim: Claim
     also: tuple["MainClaim", ...] = ()
+    note: str = ""
 
 
 def main_claims(paper: str) -> list[MainClaim]:
@@ -62,9 +70,10 @@ def main_claims(paper: str) -> list[MainClaim]:
         claim = next((claim for claim in item.claims if claim.say == entry["claim"]), None) if item else None
         if item is None or claim is None:
             raise SettingsError(f"{entry['say']!r} in {file}: {entry['in']} has no claim {entry['claim']!r}")
-        return MainClaim(entry["say"], item, claim, tuple(read(other, KEYS) for other in entry.get(ALSO, [])))
+        also = tuple(read(other, (*KEYS, NOTE)) for other in entry.get(ALSO, []))
+        return MainClaim(entry["say"], item, claim, also, entry.get(NOTE, ""))
 
-    return [read(entry, (*KEYS, ALSO)) for entry in read_yaml(file).get("claims", [])]
+    return [read(entry, (*KEYS, ALSO, NOTE)) for entry in read_yaml(file).get("claims", [])]
 
 
 def main_verdicts(paper: str, comparisons: Sequence[Comparison]) -> list[tuple[MainClaim, Verdict]]:
@@ -88,29 +97,88 @@ def verdict_box(
 ) -> str:
     """Return the verdict box of a paper in Markdown; ``links`` contains the link to each table and figure."""
     lines: list[Sequence[str]] = [BOX, ["---"] * len(BOX)]
+    common = common_reductions(verdicts, comparisons)
     for main, verdict in verdicts:
         comparison, link = _comparison_of(main, comparisons), links[main.item.name]
         word = outcome(verdict).replace(verdict.word, f"**{verdict.word}**", 1)
-        shown = evidence(comparison, main.claim, verdict)
+        shown = evidence(comparison, main.claim, verdict, brief=True)
         runs = [f"{link}: {coverage(comparison, main.claim, verdict)}" if verdict.tests else link]
         if verdict.word == NOT_TESTED:
             runs = [f"{link}, needs {' and '.join(map(dataset_title, datasets(comparison, main.claim)))}"]
         elif is_reduced(verdict):
-            runs.append(f"reduced: {reductions(comparison, main.claim)}")
+            sizes = reductions(comparison, main.claim, common)
+            runs += [f"{'also ' if common else ''}reduced: {sizes}"] if sizes else []
         else:
             runs.append("full size")
         if verdict.reduced:
             word += f"{LINE}reduced runs: {verdict.reduced.word}"
-            shown += [f"reduced runs: {'; '.join(evidence(comparison, main.claim, verdict.reduced)[:1])}"]
-        for other in main.also:
-            other_comparison, other_verdict = _comparison_of(other, comparisons), _verdict_of(other, comparisons)
-            # An experiment beyond the paper has only one size.
-            other_word = outcome(other_verdict) if other.item.in_paper else other_verdict.word
-            text = f"{other.say} ({links[other.item.name]}): {other_word}"
-            details = [_deciding(other_comparison.item, other.claim, other_verdict)] if other_verdict.tests else []
-            shown.append(", ".join([text, *details]))
+            parts = evidence(comparison, main.claim, verdict.reduced, brief=True)
+            shown += [f"reduced runs: {'; '.join(parts[: 2 if len(parts) > 2 else 1])}"]
+        shown += _further(main, verdict, comparisons, links)
+        shown += [main.note] if main.note else []
         lines.append([main.say, word, LINE.join(shown), LINE.join(runs)])
     return markdown_table(lines)
+
+
+def _further(
+    main: MainClaim, verdict: Verdict, comparisons: Sequence[Comparison], links: Mapping[str, str]
+) -> list[str]:
+    """Return a line for each table or figure with further claims: their outcomes and the deciding differences."""
+    groups: dict[str, list[str]] = {}
+    for other in main.also:
+        comparison, judged = _comparison_of(other, comparisons), _verdict_of(other, comparisons)
+        if is_reduced(verdict) and judged.reduced:  # compare outcomes of the same size
+            judged = judged.reduced
+        word = outcome(judged)
+        if is_reduced(judged) == is_reduced(verdict):
+            word = word.removesuffix(f" {REDUCED}")
+        if judged.deciding is not None:
+            mean = replace(judged.deciding.summary, std=None)
+            word += f", {_difference(comparison.item, other.claim, mean).partition(' ')[0]}"
+        if other.note and judged.word != HOLDS:
+            word += f", {other.note}"
+        groups.setdefault(other.item.name, []).append(f"{other.say}: {word}")
+    heads = {item.name: f" {BEYOND}" * (not item.in_paper) for item in (other.item for other in main.also)}
+    return [
+        capitalised("; ".join(texts)) if name == main.item.name else f"{links[name]}{heads[name]}: {'; '.join(texts)}"
+        for name, texts in groups.items()
+    ]
+
+
+def common_reductions(verdicts: Sequence[tuple[MainClaim, Verdict]], comparisons: Sequence[Comparison]) -> list[str]:
+    """Return the reductions that all main claims with outcomes from reduced runs share."""
+    parts = [
+        sizes
+        for main, verdict in verdicts
+        if is_reduced(verdict)
+        for sizes in reduced_parts(_comparison_of(main, comparisons), main.claim).values()
+    ]
+    return [part for part in parts[0] if all(part in sizes for sizes in parts)] if parts else []
+
+
+def first_verdict(verdicts: Sequence[tuple[MainClaim, Verdict]], comparisons: Sequence[Comparison]) -> str:
+    """Return the outcome of the first main claim as text, with the rank of the claim's row or the deciding test."""
+    (main, verdict), comparison = verdicts[0], _comparison_of(verdicts[0][0], comparisons)
+    if verdict.word == NOT_TESTED:
+        return f"**Main claim: {NOT_TESTED}.**"
+    size = "in reduced runs" if is_reduced(verdict) else "at the paper's size"
+    seeds, share = _seeds(verdict), share_of_rounds(comparison, main.claim) if is_reduced(verdict) else ""
+    runs = f"{share.replace(' ', SPACE)} of the paper's rounds, {seeds}" if share else seeds
+    ranks = _ranks(comparison, main.claim, verdict)
+    row = comparison.item.label(main.claim.higher[0])
+    if len(set(ranks.values())) == 1:
+        rank, of = next(iter(ranks.values()))
+        columns = "the tested column" if len(ranks) == 1 else f"{_all(len(ranks))} tested columns"
+        columns = columns if [*ranks] != [""] else "the test"
+        text = f"{row} ranks {_ordinal(rank)} of {of} methods in {columns}"
+    elif ranks:
+        rank_texts = [
+            f"{_ordinal(rank)} of {of} in {comparison.item.label(name)}" for name, (rank, of) in ranks.items()
+        ]
+        text = f"{row} ranks {_and(rank_texts)}"
+    else:
+        text = evidence(comparison, main.claim, verdict, brief=True)[0]
+    return f"**Main claim: {verdict.word} {size}.** {text} ({runs})."
 
 
 def read_box(page: str) -> list[list[str]]:
@@ -189,42 +257,81 @@ def describe(comparison: Comparison, claim: Claim, verdict: Verdict) -> str:
     if verdict.reduced:
         reduced = "; ".join(evidence(comparison, claim, verdict.reduced))
         details.append(f"reduced runs: {verdict.reduced.word}, {reduced}")
-    return f"**{outcome(verdict)}**: {claim.say} ({'; '.join(details)}).{explanation}"
+    beyond = "" if comparison.item.in_paper else f" {BEYOND}"
+    return f"**{outcome(verdict)}**{beyond}: {claim.say} ({'; '.join(details)}).{explanation}"
 
 
-def evidence(comparison: Comparison, claim: Claim, verdict: Verdict) -> list[str]:
+def evidence(comparison: Comparison, claim: Claim, verdict: Verdict, *, brief: bool = False) -> list[str]:
     """Return what decides a claim, as parts of text; empty without runs.
 
-    The parts are the numbers of comparisons with each outcome, the rows that are above the claim's row, and the
-    deciding comparison with the result of its test.
+    The parts are the rank of the claim's row, the numbers of comparisons with each outcome, the rows that are above the
+    claim's row, and the deciding comparison with the result of its test. With ``brief``, omit the numbers of
+    comparisons in each column and a list of more than ``MOST_ABOVE`` rows or of different rows in different columns.
     """
     test = verdict.deciding
     if test is None:
         return []
     item, difference = comparison.item, _deciding(comparison.item, claim, verdict)
+    ranks = {} if verdict.word == HOLDS else _ranks(comparison, claim, verdict)
+    parts = [_rank_text(item, ranks)] if ranks else []
     if len(verdict.tests) == 1:
-        parts = [f"{difference}, {_result(claim, test)}"]
+        parts.append(f"{difference}, {_result(claim, test)}")
     elif verdict.too_few == len(verdict.tests):
-        parts = [f"{_too_few(claim)} in {_all(len(verdict.tests))} comparisons", f"lowest difference: {difference}"]
+        parts.append(f"{_too_few(claim)} in {_all(len(verdict.tests))} comparisons")
         if claim.spread:
             pairs = [test.deviations for test in verdict.tests if test.deviations]
             smaller = sum(below < above for above, below in pairs)
             name = _and([item.label(row) for row in claim.lower])
-            parts.insert(1, f"{name} has the smaller standard deviation in {smaller} of {len(pairs)}")
+            parts.append(f"{name} has the smaller standard deviation in {smaller} of {len(pairs)}")
+        parts.append(f"lowest difference: {difference}")
     else:
-        parts = [count_comparisons(verdict) + _exceptions(item, verdict)]
-        if _disagree(verdict) and len(verdict.counts) > 1:
+        parts.append(count_comparisons(verdict) + _exceptions(item, verdict))
+        if not brief and _disagree(verdict) and len(verdict.counts) > 1:
             by_column = {column: [t for t in verdict.tests if t.pair.column == column] for column in verdict.columns}
             texts = {column: _counts(tests) for column, tests in by_column.items()}
             listed = "; ".join(f"{item.label(column)}: {text}" for column, text in texts.items())
             parts += [listed] if len(set(texts.values())) > 1 else []
-        if above := _above(item, claim, verdict):
-            parts.append(f"higher mean than {item.label(claim.higher[0])}: {above}")
-        parts.append(f"weakest: {difference}, {_result(claim, test)}")
+        above = _above(comparison, claim, verdict)
+        is_short = ";" not in above and all(rank <= MOST_ABOVE + 1 for rank, _ in ranks.values())
+        if above and (is_short or not brief):
+            parts.append(f"higher mean than {item.label(claim.higher[0])}{above}")
+        tested = "tested " if verdict.too_few else ""
+        which = f"{'largest' if claim.within is not None else 'lowest'} {tested}difference"
+        which = "least significant" if verdict.word == HOLDS else which
+        parts.append(f"{which}: {difference}, {_result(claim, test)}")
     if verdict.not_run:
         lower = dict.fromkeys(item.label(pair.lower) for pair in verdict.not_run)
         parts.append(f"not run: {', '.join(lower)}")
     return parts
+
+
+def _means(comparison: Comparison, claim: Claim, verdict: Verdict) -> dict[str, dict[str, float]]:
+    """Return the means of the rows in each tested column, if a claim compares one row with several rows."""
+    if len(claim.higher) > 1 or len(claim.lower) == 1 or claim.within is not None or claim.spread:
+        return {}
+    return {} if " / " in claim.higher[0] else comparison.means(claim, verdict.scale)
+
+
+def _ranks(comparison: Comparison, claim: Claim, verdict: Verdict) -> dict[str, tuple[int, int]]:
+    """Return the rank by mean of a claim's row in each column, with the number of ranked rows."""
+    return {
+        column: (1 + sum(mean > means[claim.higher[0]] for mean in means.values()), len(means))
+        for column, means in _means(comparison, claim, verdict).items()
+    }
+
+
+def _rank_text(item: Item, ranks: Mapping[str, tuple[int, int]]) -> str:
+    """Return ranks as text, such as ``rank 6 of 9 in both columns``."""
+    if len(set(ranks.values())) > 1:
+        return "rank " + "; ".join(f"{rank} of {of} in {item.label(column)}" for column, (rank, of) in ranks.items())
+    rank, of = next(iter(ranks.values()))
+    return f"rank {rank} of {of}" + (f" in {_all(len(ranks))} columns" if len(ranks) > 1 else "")
+
+
+def _ordinal(number: int) -> str:
+    """Return a number as an ordinal, such as ``1st`` or ``12th``."""
+    suffix = "th" if 10 < number % 100 < 14 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{suffix}"
 
 
 def _deciding(item: Item, claim: Claim, verdict: Verdict) -> str:
@@ -244,10 +351,13 @@ def _deciding(item: Item, claim: Claim, verdict: Verdict) -> str:
 def count_comparisons(verdict: Verdict) -> str:
     """Return the number of comparisons with each outcome, such as ``holds in 5, undecided in 3 of 8 comparisons``."""
     number = len(verdict.tests)
-    if len(verdict.counts) == 1:
-        return f"{verdict.word} in {_all(number)} comparisons"
+    against = ""
+    if verdict.against > verdict.counts[FAILS]:
+        against = f" ({verdict.against} significant against it before Holm)"
     too_few = f" ({verdict.too_few} with {TOO_FEW})" if verdict.too_few else ""
-    return f"{_counts(verdict.tests)} of {number} comparisons{too_few}"
+    if len(verdict.counts) == 1:
+        return f"{verdict.word} in {_all(number)} comparisons{too_few}{against}"
+    return f"{_counts(verdict.tests)} of {number} comparisons{too_few}{against}"
 
 
 def _all(number: int) -> str:
@@ -258,7 +368,7 @@ def _all(number: int) -> str:
 def _exceptions(item: Item, verdict: Verdict) -> str:
     """Return the rows that a claim allows to be above its row, as text."""
     rows = dict.fromkeys(item.label(test.pair.lower) for test in verdict.excepted)
-    return f", not counting the best other method ({', '.join(rows)})" if rows else ""
+    return f", without the best other method ({', '.join(rows)})" if rows else ""
 
 
 def coverage(comparison: Comparison, claim: Claim, verdict: Verdict) -> str:
@@ -269,13 +379,18 @@ def coverage(comparison: Comparison, claim: Claim, verdict: Verdict) -> str:
     tests = (*verdict.tests, *verdict.excepted)
     variants = [name for test in tests for name in comparison.variants_of(test.pair)]
     titles = dict.fromkeys(map(dataset_title, datasets(comparison, claim, variants, verdict.scale)))
-    fewest, most = min(test.summary.seeds for test in tests), max(test.summary.seeds for test in tests)
-    seeds = counted(most, "seed") if fewest == most else f"{fewest} to {most} seeds"
+    seeds = _seeds(verdict)
     total, columns = len(claim.variants or comparison.item.variants), ""
     if total > 1 and "" not in verdict.columns:
         columns = f"{_all(total)} columns, " if len(verdict.columns) == total else ""
         columns = columns or f"{len(verdict.columns)} of the claim's {total} columns, "
     return f"{_and([*titles])}; {columns}{seeds}" if titles else f"{columns}{seeds}"
+
+
+def _seeds(verdict: Verdict) -> str:
+    """Return the number of seeds of the comparisons, such as ``1 to 3 seeds``."""
+    seeds = [test.summary.seeds for test in (*verdict.tests, *verdict.excepted)]
+    return counted(max(seeds), "seed") if min(seeds) == max(seeds) else f"{min(seeds)} to {max(seeds)} seeds"
 
 
 def _counts(tests: Sequence[PairTest]) -> str:
@@ -292,23 +407,27 @@ def _disagree(verdict: Verdict) -> bool:
     return any(len(of_pair) > 1 for of_pair in signs.values())
 
 
-def _above(item: Item, claim: Claim, verdict: Verdict) -> str:
-    """Return the rows with a higher mean than the row that a claim compares with several rows, with their columns."""
-    if len(claim.higher) > 1 or len(claim.lower) == 1 or claim.within is not None or claim.spread:
-        return ""
+def _above(comparison: Comparison, claim: Claim, verdict: Verdict) -> str:
+    """Return the rows with a higher mean than a claim's row, by column, such as ``in both columns: A; in x: B, C``.
+
+    The means are over all seeds, as in the table.
+    """
+    item, by_column = comparison.item, _means(comparison, claim, verdict)
     columns_of: dict[str, list[str]] = {}
-    for test in (*verdict.tests, *verdict.excepted):
-        if test.summary.mean < 0:
-            columns_of.setdefault(test.pair.lower, []).append(test.pair.column)
+    for column, means in by_column.items():
+        for row, mean in means.items():
+            if mean > means[claim.higher[0]]:
+                columns_of.setdefault(row, []).append(column)
     groups: dict[tuple[str, ...], list[str]] = {}
-    for row in claim.lower:
-        if row in columns_of:
-            groups.setdefault(tuple(columns_of[row]), []).append(item.label(row))
-    comma = "; " if any("," in row for rows in groups.values() for row in rows) else ", "
-    return "; ".join(
-        comma.join(rows) + (f" ({', '.join(map(item.label, columns))})" if len(columns) < len(verdict.columns) else "")
-        for columns, rows in sorted(groups.items(), key=lambda group: -len(group[0]))
-    )
+    for row, columns in columns_of.items():
+        groups.setdefault(tuple(columns), []).append(item.label(row))
+    if not groups:
+        return ""
+    texts = []
+    for of_rows, rows in sorted(groups.items(), key=lambda group: -len(group[0])):
+        where = f"{_all(len(of_rows))} columns" if len(of_rows) == len(by_column) else _and([*map(item.label, of_rows)])
+        texts.append(f" in {where}: {', '.join(rows)}" if len(by_column) > 1 else f": {', '.join(rows)}")
+    return ";".join(texts)
 
 
 def _too_few(claim: Claim) -> str:
@@ -322,7 +441,7 @@ def _result(claim: Claim, test: PairTest) -> str:
         return _too_few(claim)
     if test.summary.std == 0:
         return "the same in all runs"
-    p_value = "p < 0.001" if test.p_value < 0.001 else f"p = {test.p_value:.3f}"
+    p_value = ("p < 0.001" if test.p_value < 0.001 else f"p = {test.p_value:.3f}").replace(" ", SPACE)
     if test.adjusted:
         p_value = f"Holm-adjusted {p_value}"
     if claim.spread:
@@ -330,6 +449,8 @@ def _result(claim: Claim, test: PairTest) -> str:
     if claim.within is not None:
         unit = _unit(claim, f"{claim.within:g}")
         return f"equivalence test within ±{claim.within:g}{unit}: {p_value}"
+    if claim.by < 0:
+        return f"non-inferiority test within {-claim.by:g}{_unit(claim, f'{-claim.by:g}')}: {p_value}"
     return p_value
 
 

@@ -179,6 +179,22 @@ class Comparison:
         """The outcome of each claim."""
         return [(claim, self._verdict(claim)) for claim in self.item.claims]
 
+    def means(self, claim: Claim, scale: str) -> dict[str, dict[str, float]]:
+        """Return the means over all seeds of the rows that a claim compares or ranks, by column and row.
+
+        Columns without runs of the claim's higher row are omitted. The claim must have one higher row.
+        """
+        means: dict[str, dict[str, float]] = {}
+        for variant in claim.variants or self.item.variants:
+            by_row = {
+                row: statistics.fmean(values.values())
+                for row in (*claim.higher, *claim.lower, *claim.ranked)
+                if (values := self.values(variant, row, claim.measure, scale, same_point=claim.same_point))
+            }
+            if claim.higher[0] in by_row and len(by_row) > 1:
+                means[variant] = by_row
+        return means
+
     def variants_of(self, pair: Pair) -> list[str]:
         """Return the variants that a comparison of two rows uses."""
         if pair.column or " / " not in pair.higher:

@@ -47,7 +47,7 @@ TITLE = "Table 1: accuracy"
 """Example of a title."""
 MAIN_CLAIMS = "claims.yaml"
 """File with the paper's main claims, in the folder of its tables and figures."""
-CLAIM = ("say", "higher", "lower", "in", "measure", "same-point", "by", "within", "but", "spread", "why")
+CLAIM = ("say", "higher", "lower", "in", "measure", "same-point", "by", "within", "but", "spread", "ranked", "why")
 """Keys of a claim."""
 PRINTED = re.compile(r"(-?[\d.]+)(?: ?± ?([\d.]+))?")
 """Format of a printed number."""
@@ -68,8 +68,9 @@ class Claim:
     The claim covers ``variants``, or all variants if it names none. It states a difference of more than ``by``, or, if
     ``within`` is set, an absolute difference of less than ``within``. Up to ``but`` of the lower rows may be higher.
     With ``same_point``, all rows use the evaluation point of ``measure`` instead of their method's point. With
-    ``spread``, the claim compares the distances of the numbers from their mean over the seeds. ``why`` explains why the
-    runs do not confirm the claim.
+    ``spread``, the claim compares the distances of the numbers from their mean over the seeds. The rank of the higher
+    row also counts the rows ``ranked``, which the claim does not test. ``why`` explains why the runs do not confirm the
+    claim.
     """
 
     say: str
@@ -82,6 +83,7 @@ class Claim:
     within: float | None = None
     but: int = 0
     spread: bool = False
+    ranked: tuple[str, ...] = ()
     why: str = ""
 
 
@@ -336,7 +338,8 @@ def _claim(subject: Item, entry: Mapping[str, Any]) -> Claim:
         raise SettingsError(f"{entry!r} in claims of {subject.file}: a claim has the keys {', '.join(CLAIM)}")
     higher, lower = (entry[key] if isinstance(entry[key], list) else [entry[key]] for key in ("higher", "lower"))
     variants = tuple(entry.get("in", []))
-    for name in [*higher, *lower]:
+    ranked = tuple(entry.get("ranked", []))
+    for name in [*higher, *lower, *ranked]:
         variant, slash, row = name.partition(" / ")
         if (row if slash else name) not in subject.rows or (slash and variant not in subject.variants):
             raise SettingsError(
@@ -358,6 +361,7 @@ def _claim(subject: Item, entry: Mapping[str, Any]) -> Claim:
         within=entry.get("within"),
         but=int(entry.get("but", 0)),
         spread=bool(entry.get("spread")),
+        ranked=ranked,
         why=str(entry.get("why", "")),
     )
 

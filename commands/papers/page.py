@@ -9,8 +9,10 @@ from typing import Any
 
 from posy.commands.papers.claims import (
     anchor,
+    common_reductions,
     count_outcomes,
     describe,
+    first_verdict,
     is_reduced,
     main_verdicts,
     summary,
@@ -21,7 +23,7 @@ from posy.commands.papers.draw import draw
 from posy.commands.papers.item import items
 from posy.commands.papers.requirements import missing_runs, needed_to_draw, needs, reductions
 from posy.commands.papers.tables import markdown_table, table
-from posy.commands.papers.verdict import MIN_SEEDS, NOT_TESTED, OUTCOMES
+from posy.commands.papers.verdict import MIN_SEEDS, MIN_SPREAD_SEEDS, NOT_TESTED, OUTCOMES
 from posy.commands.table import Cell, machines
 from posy.data.errors import DataError
 from posy.server_app.progress import duration
@@ -140,19 +142,23 @@ def _verdicts(paper: str, comparisons: Sequence[Comparison], links: Mapping[str,
         return [" · ".join(pages)]
     box = verdict_box(verdicts, comparisons, links)
     notes = [
-        f"*undecided*: no significant difference, or fewer than {MIN_SEEDS} seeds. ± is the standard deviation over "
-        "the seeds, and p is from a paired t-test unless the table names another test."
+        "*undecided*: not every comparison is significant in the claim's favour, and none is significant against it "
+        f"(Holm), or fewer than {MIN_SEEDS} seeds ({MIN_SPREAD_SEEDS} for a test of spread). ± is the standard "
+        "deviation over the seeds, and p is from a paired t-test unless the table names another test. Ranks are by "
+        "mean."
     ]
-    if any(verdict.scale == "small" and verdict.word != NOT_TESTED for _, verdict in verdicts):
+    if any(map(is_reduced, (verdict for _, verdict in verdicts))):
         notes.insert(
             0,
-            "*(reduced)*: from smaller runs than the paper's, with fewer rounds, samples or clients or with a simpler "
-            "network. They do not decide the claim at the paper's size.",
+            "*(reduced)*: from smaller runs than the paper's, with fewer rounds, samples or clients, a simpler network "
+            "or other settings of local training. They do not decide the claim at the paper's size.",
         )
     numbers = summary((verdict.word, is_reduced(verdict)) for _, verdict in verdicts)
+    common = common_reductions(verdicts, comparisons)
     return [
-        f"**{counted(len(verdicts), 'main claim')}.** {numbers}.",
-        box,
+        _filled(f"{first_verdict(verdicts, comparisons)} **{counted(len(verdicts), 'main claim')}.** {numbers}."),
+        _filled(f"Reduced runs: {', '.join(common)}.") if common else "",
+        f'<div class="verdicts">\n\n{box}\n\n</div>',
         _filled(f"{' '.join(notes)} {' · '.join(pages)}"),
     ]
 

@@ -1,5 +1,6 @@
 """The sizes of finished runs, and the requirements of missing runs: the command, the data and the time."""
 
+import itertools
 import statistics
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -32,36 +33,68 @@ TITLES = {
     "tiny-imagenet": "Tiny ImageNet",
 }
 """Usual names of the data sets."""
+TRAINING = {"lr": "learning rate", "batch-size": "batch size", "local-epochs": "local epochs"}
+"""Settings of local training that reduced runs may change, with their names."""
 REPLACED = ("model", "dataset")
 """Settings that reduced runs may replace with a smaller network or a data set that downloads automatically."""
 
 
-def reductions(comparison: Comparison, claim: Claim | None = None) -> str:
+def reductions(comparison: Comparison, claim: Claim | None = None, without: Collection[str] = ()) -> str:
     """Return the size of the finished reduced runs and of the paper's, as ``10 instead of 1000 rounds, 2000 samples``.
 
     If the sizes differ, return the size of each variant or row, such as ``15 instead of 50 rounds (MNIST); ...``. With
-    ``claim``, only consider the variants that the claim covers.
+    ``claim``, only consider the variants that the claim covers. Omit the parts in ``without``.
     """
-    variants = (claim and claim.variants) or comparison.item.variants
-    finished = comparison.finished.get("small", {}).items()
-    reduced = [cell for (variant, _), cells in finished if variant in variants for cell in cells]
-    if not reduced:
-        return ""
-    plan = comparison.item.plan("full") if comparison.decisive else comparison.plans["full"]
-    variants_run = {cell.variant for cell in reduced}
-    full = [cell for cell in plan.cells if cell.variant in variants_run]
-    # Some methods have their own number of samples or rounds, so compare the runs of the same variant and row.
-    variant_rows = dict.fromkeys((cell.variant, cell.row) for cell in reduced)
-    sizes = {variant_row: _size(_at(reduced, variant_row), _at(full, variant_row)) for variant_row in variant_rows}
-    if len(set(sizes.values())) == 1:
-        return next(iter(sizes.values()))
+    sizes = {
+        variant_row: ", ".join(part for part in parts if part not in without)
+        for variant_row, parts in reduced_parts(comparison, claim).items()
+    }
+    if len(set(sizes.values())) <= 1:
+        return next(iter(sizes.values()), "")
     groups: dict[str, list[str]] = {}
-    by_variant = all(len({sizes[key] for key in variant_rows if key[0] == variant}) == 1 for variant in variants_run)
+    variants_run = {variant for variant, _ in sizes}
+    by_variant = all(len({sizes[key] for key in sizes if key[0] == variant}) == 1 for variant in variants_run)
     for (variant, row), size in sizes.items():
         names = groups.setdefault(size, [])
         name = comparison.item.label(variant if by_variant else row)
         names += [name] * (name not in names)
-    return "; ".join(f"{size} ({', '.join(names)})" for size, names in groups.items())
+    return "; ".join(f"{size} ({', '.join(names)})" for size, names in groups.items() if size)
+
+
+def reduced_parts(comparison: Comparison, claim: Claim | None = None) -> dict[tuple[str, str], list[str]]:
+    """Return how the finished reduced runs of each variant and row differ in size from the paper's.
+
+    An example is ``["10 instead of 1000 rounds", "2000 samples"]``. Some methods have their own number of samples or
+    rounds, so this function compares the runs of the same variant and row. With ``claim``, it only considers the
+    variants that the claim covers.
+    """
+    pairs = _reduced_and_full(comparison, claim)
+    return {variant_row: _size(reduced, full) for variant_row, (reduced, full) in pairs.items()}
+
+
+def share_of_rounds(comparison: Comparison, claim: Claim) -> str:
+    """Return the share of the paper's rounds in the finished reduced runs that a claim covers, such as ``1 %``."""
+    key = "num-server-rounds"
+    shares = [
+        round(100 * rounds / papers)
+        for reduced, full in _reduced_and_full(comparison, claim).values()
+        for rounds, papers in itertools.product(_values(reduced, key), _values(full, key))
+    ]
+    return f"{_span(shares)} %" if shares else ""
+
+
+def _reduced_and_full(
+    comparison: Comparison, claim: Claim | None
+) -> dict[tuple[str, str], tuple[list[Cell], list[Cell]]]:
+    """Return the finished reduced runs and the planned full-size runs of each variant and row."""
+    variants = (claim and claim.variants) or comparison.item.variants
+    finished = comparison.finished.get("small", {}).items()
+    reduced = [cell for (variant, _), cells in finished if variant in variants for cell in cells]
+    if not reduced:
+        return {}
+    plan = comparison.item.plan("full") if comparison.decisive else comparison.plans["full"]
+    variant_rows = dict.fromkeys((cell.variant, cell.row) for cell in reduced)
+    return {variant_row: (_at(reduced, variant_row), _at(plan.cells, variant_row)) for variant_row in variant_rows}
 
 
 def _at(cells: Sequence[Cell], variant_row: tuple[str, str]) -> list[Cell]:
@@ -69,8 +102,8 @@ def _at(cells: Sequence[Cell], variant_row: tuple[str, str]) -> list[Cell]:
     return [cell for cell in cells if (cell.variant, cell.row) == variant_row]
 
 
-def _size(reduced: Sequence[Cell], full: Sequence[Cell]) -> str:
-    """Return the size of reduced runs and of the paper's."""
+def _size(reduced: Sequence[Cell], full: Sequence[Cell]) -> list[str]:
+    """Return how reduced runs differ from the paper's: rounds, clients, samples, network, data and local training."""
     sizes = []
     for key, name in SIZES.items():
         counts, papers = _values(reduced, key), _values(full, key)
@@ -81,7 +114,11 @@ def _size(reduced: Sequence[Cell], full: Sequence[Cell]) -> str:
         names, papers = _values(reduced, key), _values(full, key)
         if names != papers:
             sizes.append(f"{' or '.join(sorted(names))} instead of {' or '.join(sorted(papers))}")
-    return ", ".join(sizes)
+    for key, name in TRAINING.items():
+        values, papers = _values(reduced, key), _values(full, key)
+        if values != papers:
+            sizes.append(f"{name} {_span(values)} instead of {_span(papers)}")
+    return sizes
 
 
 def datasets(comparison: Comparison, claim: Claim, variants: Collection[str] = (), scale: str = "") -> list[str]:
@@ -157,7 +194,7 @@ def _values(cells: Sequence[Cell], key: str) -> set[Any]:
     return {cell.config.get(key, declared()[key].default) for cell in cells}
 
 
-def _span(values: Collection[int]) -> str:
+def _span(values: Collection[float]) -> str:
     """Return a number, or a range such as ``15 to 60``."""
     return " to ".join(str(value) for value in dict.fromkeys((min(values), max(values))))
 

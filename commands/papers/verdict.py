@@ -118,6 +118,11 @@ class Verdict:
         return list(dict.fromkeys(test.pair.column for test in (*self.tests, *self.excepted)))
 
     @property
+    def against(self) -> int:
+        """Number of comparisons with a significant opposite outcome before Holm's correction."""
+        return sum(test.adjusted or test.word == FAILS for test in self.tests)
+
+    @property
     def is_spread(self) -> bool:
         """Whether the claim compares spreads."""
         return any(test.deviations for test in self.tests)
