@@ -649,6 +649,11 @@ def test_main_claims_need_an_existing_claim(paper_dir: Path, entry: dict[str, st
         main_claims("mine")
 
 
+def test_pages_show_the_display_names_of_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert "CIFAR-10, 500 clients: " in changed(Comparison(item("fedacs", "figure1-insufficient")), "small")
+
+
 def test_changed_settings_ignore_methods_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert "ppfe-stage-rounds 9,15,12,12 (paper: 30,50,40,40)" in changed(Comparison(item("ppfe", "table2")), "small")

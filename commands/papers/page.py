@@ -92,7 +92,7 @@ def changed(comparison: Comparison, scale: str) -> str:
         additional = [
             f"{key} {_shown(key, value)}" for key, value in settings.items() if key not in comparison.decisive
         ]
-        parts += [f"{name}: {', '.join(additional)}"] if additional else []
+        parts += [f"{comparison.item.label(name)}: {', '.join(additional)}"] if additional else []
     return "; ".join(parts)
 
 
@@ -312,7 +312,12 @@ def _has_results(comparison: Comparison, pictures: Sequence[str]) -> bool:
 def _notes(comparison: Comparison) -> list[str]:
     """Return a note on diverged runs, and the observations in the item's file."""
     cells = [cell for plan in comparison.plans.values() for cell in plan.cells] if comparison.item.has_runs else []
-    names = dict.fromkeys(cell.name for cell in cells if cell.summary("diverged") is not None)
+    label = comparison.item.label
+    names = dict.fromkeys(
+        cell.name.replace(cell.variant, label(cell.variant), 1)
+        for cell in cells
+        if cell.summary("diverged") is not None
+    )
     diverged = [f"Diverged and excluded: {'; '.join(names)}."] if names else []
     observations = [str(comparison.item.content["here"])] if "here" in comparison.item.content else []
     return diverged + observations
