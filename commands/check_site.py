@@ -226,9 +226,9 @@ def _suspicious_zeros(dataset: Dataset) -> Ints:
     x = np.asarray(dataset.x, np.float64).reshape(-1, dataset.x.shape[-1])
     counts = np.count_nonzero(x == 0, axis=0)
     for feature in np.flatnonzero(counts):
-        others = x[x[:, feature] != 0, feature]
-        is_far = len(np.unique(others)) >= DISTINCT and abs(others.mean()) > APART * others.std()
-        if (len(others) and not is_far) or (dataset.encoder and not dataset.encoder.is_number[feature]):
+        nonzero = x[x[:, feature] != 0, feature]
+        is_far = len(np.unique(nonzero)) >= DISTINCT and abs(nonzero.mean()) > APART * nonzero.std()
+        if (len(nonzero) and not is_far) or (dataset.encoder and not dataset.encoder.is_number[feature]):
             counts[feature] = 0
     return counts
 

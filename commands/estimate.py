@@ -64,16 +64,16 @@ class Estimate:
         self._given = True
 
     def first(self, waiting: Sequence[str]) -> float | None:
-        """Return the result of :meth:`left` once, when every running run has finished a round, and None otherwise."""
+        """Return :meth:`remaining_time` once, when every running run has finished a round, and None otherwise."""
         if self._given or self._clock() - self._looked < LOOK_SECONDS:
             return None
         self._looked = self._clock()
         if not self._running or not all(map(self._expected, self._running.values())):
             return None
         self._given = True
-        return self.left(waiting)
+        return self.remaining_time(waiting)
 
-    def left(self, waiting: Sequence[str]) -> float | None:
+    def remaining_time(self, waiting: Sequence[str]) -> float | None:
         """Return the number of seconds until all runs have ended, or None if it is unknown.
 
         ``waiting`` contains the row of each run that has not begun. Rows with known durations determine the estimate

@@ -608,8 +608,8 @@ def run_cells(plan: Plan, jobs: int, begin: "Start | None" = None) -> dict[str, 
                     failures |= {other.name: f"not started, because {cell.name} failed" for other in repetitions}
                     waiting = deque(other for other in waiting if other not in repetitions)
                     done += len(repetitions)
-                left = time_left(estimate.left([other.place for other in waiting]))
-                print(f"[{done}/{total}] {cell.name}: {outcome}{left}", flush=True)
+                remaining = time_left(estimate.remaining_time([other.place for other in waiting]))
+                print(f"[{done}/{total}] {cell.name}: {outcome}{remaining}", flush=True)
             if (seconds := estimate.first([other.place for other in waiting])) is not None:
                 print(f"the first rounds have ended{time_left(seconds)}", flush=True)
             time.sleep(0.05)

@@ -212,7 +212,7 @@ def run_trials(searches: list[Search], trials: int, jobs: int) -> None:
                     running.remove(attempt)
                     estimate.end(attempt.cell.path)
                     done = sum(min(search.done(), trials) for search in searches)
-                    remaining = time_left(estimate.left([""] * (total - done - len(running))))
+                    remaining = time_left(estimate.remaining_time([""] * (total - done - len(running))))
                     print(f"[{done}/{total}] {describe_trial(attempt)}{remaining}", flush=True)
             if (seconds := estimate.first([""] * (total - done - len(running)))) is not None:
                 print(f"the first rounds have ended{time_left(seconds)}", flush=True)

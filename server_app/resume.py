@@ -111,8 +111,8 @@ class StoredRun:
         """Return a warning that custom code has changed since the run started; empty if it has not changed."""
         config = settings.as_config()
         digests = code_digests(config)
-        earlier = self.ran_on.get(CODE, digests)
-        changed = [f"{key} = {config[key]!r}" for key in sorted(digests) if digests[key] != earlier.get(key)]
+        stored_digests = self.ran_on.get(CODE, digests)
+        changed = [f"{key} = {config[key]!r}" for key in sorted(digests) if digests[key] != stored_digests.get(key)]
         if not changed:
             return ""
         return f"resume = {self.path.name!r}: the code of {', '.join(changed)} has changed since the run started"

@@ -16,7 +16,7 @@ def test_rounds_and_ended_runs_determine_the_time_left(tmp_path: Path) -> None:
     (runs[1] / "rounds.jsonl").write_text(5 * round_record)  # the run resumes after round 5, so it takes 13 s
     for run in runs[:2]:
         estimate.begin(run, 10)
-    assert estimate.left([""] * 2) is None and estimate.first([""] * 2) is None
+    assert estimate.remaining_time([""] * 2) is None and estimate.first([""] * 2) is None
     seconds[0] = 105.0
     (runs[0] / "rounds.jsonl").write_text(round_record)
     assert estimate.first([""] * 2) is None, "run b has not finished a round"
@@ -29,12 +29,12 @@ def test_rounds_and_ended_runs_determine_the_time_left(tmp_path: Path) -> None:
     (runs[0] / "rounds.jsonl").write_text(5 * round_record)
     estimate.end(runs[1])
     estimate.begin(runs[2], 10)
-    assert estimate.left([""] * 1) == (10 + 18 + 18) / 2
+    assert estimate.remaining_time([""] * 1) == (10 + 18 + 18) / 2
     seconds[0] = 123.0
     estimate.end(runs[0])
-    assert estimate.left([""] * 0) == (13 + 23) / 2 - 10
+    assert estimate.remaining_time([""] * 0) == (13 + 23) / 2 - 10
     estimate.end(runs[2])
-    assert estimate.left([""] * 0) == 0.0
+    assert estimate.remaining_time([""] * 0) == 0.0
 
 
 def test_rows_with_known_durations_determine_their_own_estimate() -> None:
@@ -44,4 +44,4 @@ def test_rows_with_known_durations_determine_their_own_estimate() -> None:
     estimate.begin(Path("run"), 5, "b")
     seconds[0] = 60.0
     estimate.end(Path("run"))
-    assert estimate.left(["a", "b", "c"]) == 12 + 60 + 28
+    assert estimate.remaining_time(["a", "b", "c"]) == 12 + 60 + 28

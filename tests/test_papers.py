@@ -149,7 +149,7 @@ def test_distances_from_the_mean_over_the_seeds_by_hand() -> None:
 def test_a_claim_about_spreads_needs_five_seeds() -> None:
     """A paired t-test on absolute deviations of three seeds cannot reach 5 %."""
     text = " ".join((ROOT / "docs/papers/reading.md").read_text(encoding="utf-8").split())
-    assert MIN_SPREAD_SEEDS == 5 and "A test of spread needs at least five" in text
+    assert MIN_SPREAD_SEEDS == 5 and "with at least five seeds" in text
     pair, deviations = Pair("b", "A"), {Pair("b", "A"): (3.0, 1.0)}
     few = verdict({pair: [2.0, 2.01, 2.02, 2.03]}, deviations=deviations)
     assert (few.word, few.too_few, outcome(few)) == ("undecided", 1, "undecided: too few seeds for a test of spread")
@@ -198,7 +198,7 @@ def test_a_t_test_judges_a_claim(differences: list[float], by: float, word: str)
 def test_too_few_seeds_are_not_tested(differences: list[float]) -> None:
     """Two seeds in several columns are still two independent runs of each row."""
     assert len(differences) < MIN_SEEDS == 3
-    assert "needs at least three independent runs" in (ROOT / "docs/papers/reading.md").read_text(encoding="utf-8")
+    assert "needs at least three runs" in (ROOT / "docs/papers/reading.md").read_text(encoding="utf-8")
     judged = verdict({Pair("A", "b", column): differences for column in ("x", "y", "z")})
     assert (judged.word, judged.too_few, outcome(judged)) == ("undecided", 3, "undecided: too few seeds")
     assert all(test.p_value is None for test in judged.tests)
@@ -558,7 +558,7 @@ def test_only_runs_with_the_papers_size_and_settings_are_compared_with_its_numbe
 
 def test_a_spread_needs_a_meaning(paper_dir: Path) -> None:
     written(paper_dir, spread=None)
-    with pytest.raises(SettingsError, match=r"50\.0 ± 1\.5 of FedAvg has a spread; set `spread:`"):
+    with pytest.raises(SettingsError, match=r"50\.0 ± 1\.5 of FedAvg has a spread; name its repetitions in `spread:`"):
         _ = item("mine", "table1").printed
 
 

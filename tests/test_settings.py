@@ -472,7 +472,7 @@ class FailingGrid(InProcessGrid):
         ({"model": "cnn"}, ("model = 'cnn'", "1×8×8")),
         ({"device": "gpu0"}, ("device = 'gpu0'", "auto, cpu, cuda")),
         ({"partition": "natural"}, ("partition = 'natural'", "digits has none")),
-        ({"partition": "given"}, ("partition = 'given'",)),
+        ({"partition": "given", "max-samples": 0}, ("partition = 'given'",)),
         ({"partition": "file", "max-samples": 0}, ("partition-file = ''",)),
         ({"partition": "classes", "classes-per-client": 11}, ("classes-per-client = 11", "1 to 10")),
         ({"samples-per-client": 100}, ("samples-per-client = 100", "num-clients = 4")),

@@ -162,7 +162,7 @@ class Item:
                     raise SettingsError(f"{value!r} of {row} in {self.file}: it must be a number such as 61.36 ± 8.54")
                 if match[2] and "spread" not in self.content:
                     raise SettingsError(
-                        f"{self.file}: {value} of {row} has a spread; set `spread:` to what it is over, such as seeds"
+                        f"{self.file}: {value} of {row} has a spread; name its repetitions in `spread:`, such as seeds"
                     )
                 printed[variant, measure, row] = Printed(
                     float(match[1]), float(match[2]) if match[2] else None, str(value)
