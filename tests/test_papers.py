@@ -583,7 +583,7 @@ def test_main_claims_come_first_with_their_verdicts(paper_dir: Path, capsys: pyt
     within = f"equivalence test within ±100 points: {p_value}".replace(p_value, p_value.replace(" ", "\u00a0"))
     other = f"The same: {judged['two epochs are better than one'].word}, {more.summary.mean:+.2f}"
     runs = "[Table 1](#table-1): digits; 3 seeds<br>also reduced: local epochs 3 instead of 2 (b)"
-    assert "\n\nReduced runs: 2 instead of 4 rounds, 300 samples.\n\n" in text
+    assert "\n\nClaims marked *(reduced)*: 2 instead of 4 rounds, 300 samples.\n\n" in text
     assert rows == [
         [
             "More passes help",

@@ -157,7 +157,7 @@ def _verdicts(paper: str, comparisons: Sequence[Comparison], links: Mapping[str,
     common = common_reductions(verdicts, comparisons)
     return [
         _filled(f"{first_verdict(verdicts, comparisons)} **{counted(len(verdicts), 'main claim')}.** {numbers}."),
-        _filled(f"Reduced runs: {', '.join(common)}.") if common else "",
+        _filled(f"Claims marked *(reduced)*: {', '.join(common)}.") if common else "",
         f'<div class="verdicts">\n\n{box}\n\n</div>',
         _filled(f"{' '.join(notes)} {' · '.join(pages)}"),
     ]
