@@ -571,7 +571,8 @@ def run_cells(plan: Plan, jobs: int, begin: "Start | None" = None) -> dict[str, 
     Run all cells of one seed before the cells of the next seed, so that an interrupted table contains complete seeds.
     """
     seed_order = {seed: index for index, seed in enumerate(dict.fromkeys(cell.seed for cell in plan.cells))}
-    unfinished = (cell for cell in plan.cells if cell.summary(*ENDED) is None)
+    summaries = {cell: cell.summary(*ENDED) for cell in plan.cells}
+    unfinished = (cell for cell, summary in summaries.items() if summary is None)
     waiting = deque(sorted(unfinished, key=lambda cell: seed_order[cell.seed]))
     total, done = len(plan.cells), len(plan.cells) - len(waiting)
     if done:
@@ -583,8 +584,8 @@ def run_cells(plan: Plan, jobs: int, begin: "Start | None" = None) -> dict[str, 
     running: dict[Cell, Running] = {}
     failures: dict[str, str] = {}
     ended: dict[str, list[float]] = {}
-    for cell in plan.cells:
-        if cell not in waiting and (summary := cell.summary("completed")) is not None:
+    for cell, summary in summaries.items():
+        if summary is not None and summary["status"] == "completed":
             ended.setdefault(cell.place, []).append(float(summary["seconds"]))
     estimate = Estimate(jobs, ended)
     try:
@@ -592,9 +593,8 @@ def run_cells(plan: Plan, jobs: int, begin: "Start | None" = None) -> dict[str, 
             while waiting and len(running) < jobs:
                 cell = waiting.popleft()
                 running[cell] = begin(cell) if begin else start(cell, jobs)
-                estimate.begin(
-                    cell.path, cell.rounds, cell.place
-                )  # the directory no longer contains the files of another run
+                # The directory no longer contains the files of another run.
+                estimate.begin(cell.path, cell.rounds, cell.place)
             for cell, process in list(running.items()):
                 if (status := process.poll()) is None:
                     continue

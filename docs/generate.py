@@ -37,7 +37,7 @@ from posy.strategies.card import MethodCard, Program
 from posy.strategies.methods import METHODS, paper_name, settings_class
 from posy.strategies.registry import defaults, groups
 from posy.strategies.settings import MethodSettings
-from posy.words import capitalised
+from posy.words import capitalised, joined
 from posy.yaml12 import read_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -279,7 +279,7 @@ def bibliography() -> str:
     for method, card in cards().items():
         if card.paper:
             methods[cited(card)].append(f"[`{method}`](../methods/{method}.md)")
-    return bullets(f"{citation} {_listed(links)}" for citation, links in sorted(methods.items()))
+    return bullets(f"{citation} {joined(links)}" for citation, links in sorted(methods.items()))
 
 
 def equations(card: MethodCard) -> str:
@@ -313,7 +313,7 @@ def messages(card: MethodCard, cls: type[MethodSettings]) -> str:
             "[Privacy](../deploy/privacy.md) lists the values that every reply contains."
         )
     if names := [name for name, refusal in supported.items() if refusal is None]:
-        parts.append(f"The messages support {_listed(names)}.")
+        parts.append(f"The messages support {joined(names)}.")
     if cls.robust is None:
         parts.append("A [robust rule](../how-to/robust.md) (`robust`) can replace the server's mean.")
     return "\n\n".join(parts)
@@ -442,17 +442,12 @@ def beside_local(row: Mapping[Hashable, Any]) -> list[str]:
 def beating(rows: pd.DataFrame, variant: str = "") -> str:
     """Return a sentence that names the models with a significant gain over local training."""
     methods = {point: list(rows["method"][rows[f"{point}-beats-local"]]) for point in ("served", "local")}
-    parts = [f"the {point} models of {_listed(names)}" for point, names in methods.items() if names]
+    parts = [f"the {point} models of {joined(names)}" for point, names in methods.items() if names]
     opening = f"With {variant}, " if variant else ""
     better = "significantly better than local training"
     if len(parts) > 1:
         return capitalised(f"{opening}these models are {better}: {', and '.join(parts)}.")
     return capitalised(f"{opening}{parts[0]} are {better}." if parts else f"{opening}no model is {better}.")
-
-
-def _listed(names: Sequence[str]) -> str:
-    *first, last = names
-    return f"{', '.join(first)} and {last}" if first else last
 
 
 def clients_of(name: str) -> pd.DataFrame:
@@ -673,7 +668,7 @@ def parting(file: str) -> str:
     rows = [row.split() for row in (RESULTS / file).read_text(encoding="utf-8").splitlines()[1:]]
     worst = {method: max(map(float, values)) for method, *values in rows}
     apparent = sorted((method for method in worst if worst[method] > ROUNDING), key=lambda method: worst[method])
-    listed = _listed([f"{worst[method]:.1e} ({method})" for method in apparent])
+    listed = joined([f"{worst[method]:.1e} ({method})" for method in apparent])
     equal = f"The models of {len(worst) - len(apparent)} methods differ by at most {ROUNDING:.0e}."
     return textwrap.fill(f"{equal} The other differences are {listed}.", 120)
 

@@ -18,8 +18,14 @@ def describe_clients(clients: Iterable[int], names: Mapping[int, str], total: in
     if len(indices) > most:
         first = ", ".join(names.get(client, str(client)) for client in indices[:most])
         return f"{len(indices)} of {total} clients ({first}, …) are"
-    *first_titles, last = (title(client, names.get(client, "")) for client in indices)
-    return f"{', '.join(first_titles)} and {last} are" if first_titles else f"{last} is"
+    titles = [title(client, names.get(client, "")) for client in indices]
+    return f"{joined(titles)} {'are' if len(titles) > 1 else 'is'}"
+
+
+def joined(items: Sequence[str]) -> str:
+    """Return items as a list with commas and ``and``."""
+    *first, last = items
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def listed(items: Sequence[str], most: int = 5) -> str:

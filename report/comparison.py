@@ -5,6 +5,7 @@ import statistics
 import warnings
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -405,6 +406,7 @@ def _compare_rows(rows: dict[str, list[Run]]) -> list[dict[str, Any]]:
     populations = {run.repeat: run.population for row_runs in rows.values() for run in row_runs}
     folds = max(run.summary.get("folds", 0) for row_runs in rows.values() for run in row_runs)
 
+    @cache
     def gain_over(name: str, point: str, other: str | None) -> Gain | None:
         if other is None:
             return None

@@ -15,7 +15,7 @@ from posy.server_app.query import check_index
 from posy.settings import SettingsError
 from posy.storage import plain
 from posy.strategies.replies import ClientInfo
-from posy.words import title
+from posy.words import joined, title
 
 
 class Membership:
@@ -144,12 +144,11 @@ class Membership:
 
     def _check_unique(self, client: int, claims: Iterable[ClientInfo]) -> None:
         """Raise :class:`SettingsError` if nodes with different names claim the same client."""
-        *other_names, last = sorted({info.name for info in claims if info.name}) or [""]
-        if other_names:
+        names = sorted({info.name for info in claims if info.name})
+        if len(names) > 1:
             raise SettingsError(
-                f"client {client} is claimed by {'two' if len(other_names) == 1 else len(other_names) + 1} "
-                f"{'sites' if self._of_sites else 'nodes'}, {', '.join(other_names)} and {last}: "
-                "give each its own partition-id"
+                f"client {client} is claimed by {'two' if len(names) == 2 else len(names)} "
+                f"{'sites' if self._of_sites else 'nodes'}, {joined(names)}: give each its own partition-id"
             )
 
 

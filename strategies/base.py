@@ -95,8 +95,7 @@ class PersonalisedStrategy(ServerHooks, Strategy):
         name : str
             The name of the array to combine.
         """
-        models = stacked(updates, name)
-        weights = self.mean_weights(updates) * [update.weight_factor for update in updates]
+        models, weights = stacked(updates, name), self.limited_weights(updates)
         if self.influence.rule is None:
             return weighted_mean(models, weights)
         start = self.serve(updates[0].client)[name]

@@ -118,6 +118,6 @@ class FedAS(PersonalisedStrategy):
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Average the bodies, weighted by n_i F_i, or by n_i if every trace is 0."""
-        weights = self.mean_weights(updates) * [update.weight_factor for update in updates]
+        weights = self.limited_weights(updates)
         self.model = weighted_mean(stacked(updates), weights)
         return {"largest_weight": float(np.max(weights) / np.sum(weights))}

@@ -30,7 +30,7 @@ class FedBNSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):
         ),
         sent={"model (s,)": "all tensors outside normalisation layers"},
         returned={"model (s,)": "the same tensors after training"},
-        reveals="all tensors except those of normalisation layers, which stay on the client",
+        reveals="all tensors outside normalisation layers; the tensors of normalisation layers stay on the client",
         server_state={"model": "the shared tensors (s,)"},
         client_state={"personal": "the client's normalisation tensors, flat"},
         scored=(

@@ -119,6 +119,10 @@ class ServerHooks:
         """
         return unlimited_weights(updates)
 
+    def limited_weights(self, updates: list[Update]) -> npt.NDArray[np.float64]:
+        """Return the weights of :meth:`mean_weights` after ``max-client-weight`` has limited each client's share."""
+        return self.mean_weights(updates) * [update.weight_factor for update in updates]
+
     def trains_all(self, server_round: int) -> bool:
         """Return whether all clients train in a round, regardless of ``fraction-train``."""
         return takes_all(self.settings.run, server_round)

@@ -166,13 +166,11 @@ class Rounds:
         if any(strategy.serve(update.client).get("model") is not model for update in sent):
             return
         statistics = ~influence.is_parameter(model)
-        models, factors = stacked(sent), [update.weight_factor for update in sent]
         strategy.model = model.copy()
         if influence.rule:
-            strategy.model[statistics] = influence.combine_statistics(models[:, statistics])
+            strategy.model[statistics] = influence.combine_statistics(stacked(sent)[:, statistics])
         else:  # average all columns, because rounding depends on their number and must match FedAvg
-            mean = weighted_mean(models, strategy.mean_weights(sent) * factors)
-            strategy.model[statistics] = mean[statistics]
+            strategy.model[statistics] = weighted_mean(stacked(sent), strategy.limited_weights(sent))[statistics]
 
     def decoder(self, client: int) -> Callable[[RecordDict], Update]:
         """Return the function that decodes a client's update."""

@@ -15,7 +15,7 @@ from posy.commands.papers.tables import markdown_table, without_negative_zero
 from posy.commands.papers.verdict import FAILS, HOLDS, NOT_TESTED, OUTCOMES, UNDECIDED, Number, PairTest, Verdict
 from posy.settings import SettingsError
 from posy.strategies.registry import PAPERS
-from posy.words import capitalised, counted
+from posy.words import capitalised, counted, joined
 from posy.yaml12 import read_yaml
 
 KEYS = ("say", "in", "claim")
@@ -175,7 +175,7 @@ def first_verdict(verdicts: Sequence[tuple[MainClaim, Verdict]], comparisons: Se
         rank_texts = [
             f"{_ordinal(rank)} of {of} in {comparison.item.label(name)}" for name, (rank, of) in ranks.items()
         ]
-        text = f"{row} ranks {_and(rank_texts)}"
+        text = f"{row} ranks {joined(rank_texts)}"
     else:
         text = evidence(comparison, main.claim, verdict, brief=True)[0]
     return f"**Main claim: {verdict.word} {size}.** {text} ({runs})."
@@ -204,8 +204,8 @@ def summary(outcomes: Iterable[tuple[str, bool]]) -> str:
     at_size, reduced = (
         [_number_of(word, counts[word, of]) for word in OUTCOMES[:-1] if counts[word, of]] for of in (False, True)
     )
-    sentences = [f"{_and(at_size)} at the paper's size"] if at_size else []
-    sentences += [f"In reduced runs, {_and(reduced)}"] if reduced else []
+    sentences = [f"{joined(at_size)} at the paper's size"] if at_size else []
+    sentences += [f"In reduced runs, {joined(reduced)}"] if reduced else []
     sentences += [_number_of(NOT_TESTED, counts[NOT_TESTED, False])] if counts[NOT_TESTED, False] else []
     return ". ".join(sentences)
 
@@ -215,12 +215,6 @@ def _number_of(word: str, number: int) -> str:
     if word in PLURALS:
         return f"{number} {PLURALS[word] if number > 1 else word}"
     return f"{number} {'are' if number > 1 else 'is'} {word}"
-
-
-def _and(texts: Sequence[str]) -> str:
-    """Return texts as a list with commas and ``and``."""
-    *first, last = texts
-    return f"{', '.join(first)} and {last}" if first else last
 
 
 def outcome(verdict: Verdict) -> str:
@@ -281,7 +275,7 @@ def evidence(comparison: Comparison, claim: Claim, verdict: Verdict, *, brief: b
         if claim.spread:
             pairs = [test.deviations for test in verdict.tests if test.deviations]
             smaller = sum(below < above for above, below in pairs)
-            name = _and([item.label(row) for row in claim.lower])
+            name = joined([item.label(row) for row in claim.lower])
             parts.append(f"{name} has the smaller standard deviation in {smaller} of {len(pairs)}")
         parts.append(f"lowest difference: {difference}")
     else:
@@ -384,7 +378,7 @@ def coverage(comparison: Comparison, claim: Claim, verdict: Verdict) -> str:
     if total > 1 and "" not in verdict.columns:
         columns = f"{_all(total)} columns, " if len(verdict.columns) == total else ""
         columns = columns or f"{len(verdict.columns)} of the claim's {total} columns, "
-    return f"{_and([*titles])}; {columns}{seeds}" if titles else f"{columns}{seeds}"
+    return f"{joined([*titles])}; {columns}{seeds}" if titles else f"{columns}{seeds}"
 
 
 def _seeds(verdict: Verdict) -> str:
@@ -425,7 +419,8 @@ def _above(comparison: Comparison, claim: Claim, verdict: Verdict) -> str:
         return ""
     texts = []
     for of_rows, rows in sorted(groups.items(), key=lambda group: -len(group[0])):
-        where = f"{_all(len(of_rows))} columns" if len(of_rows) == len(by_column) else _and([*map(item.label, of_rows)])
+        where = joined([*map(item.label, of_rows)])
+        where = f"{_all(len(of_rows))} columns" if len(of_rows) == len(by_column) else where
         texts.append(f" in {where}: {', '.join(rows)}" if len(by_column) > 1 else f": {', '.join(rows)}")
     return ";".join(texts)
 
